@@ -1,0 +1,17 @@
+// kvcore._core: one submodule per room; each bind_<room>.cpp fills its own.
+#include <pybind11/pybind11.h>
+
+#include "bindings/errors.h"
+
+namespace py = pybind11;
+
+namespace kvcore::bindings {
+void bind_pages(py::module_ m);
+}  // namespace kvcore::bindings
+
+PYBIND11_MODULE(_core, m) {
+  using namespace kvcore::bindings;
+  m.attr("__version__") = KVCORE_VERSION;
+  register_errors();
+  bind_pages(m.def_submodule("pages"));
+}

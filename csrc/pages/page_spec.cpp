@@ -1,0 +1,84 @@
+#include "pages/page_spec.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/text.h"
+
+namespace kvcore::pages {
+namespace {
+
+constexpr std::int64_t kWantedRunBytes = 128 << 10;
+constexpr std::int32_t kMaxExtentPages = 16;
+
+std::int64_t align_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
+
+std::int64_t element_bytes(Format f) { return f == Format::kF32 ? 4 : 2; }
+
+Status check_range(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
+  if (value >= low && value <= high) return {};
+  return invalid_argument(text(field, "=", value, " is out of range: allowed ", low, " to ", high));
+}
+
+Status check_head_dim(const char* field, std::int32_t value) {
+  KVCORE_RETURN_IF_ERROR(check_range(field, value, 16, 1024));
+  if (value % 16 != 0)
+    return invalid_argument(text(field, "=", value, " must be a multiple of 16"));
+  return {};
+}
+
+}  // namespace
+
+Result<PageSpec> PageSpec::make(const PageSpecOptions& options) {
+  PageSpecOptions o = options;
+  KVCORE_RETURN_IF_ERROR(check_range("num_layers", o.num_layers, 1, 65535));
+  KVCORE_RETURN_IF_ERROR(check_range("num_kv_heads", o.num_kv_heads, 1, 4096));
+  KVCORE_RETURN_IF_ERROR(check_head_dim("head_dim_k", o.head_dim_k));
+  KVCORE_RETURN_IF_ERROR(check_head_dim("head_dim_v", o.head_dim_v));
+  if (o.page_size != 16 && o.page_size != 32 && o.page_size != 64 && o.page_size != 128)
+    return invalid_argument(text("page_size=", o.page_size, " is not allowed: 16, 32, 64 or 128"));
+  KVCORE_RETURN_IF_ERROR(check_range("extent_pages", o.extent_pages, 0, kMaxExtentPages));
+  if (o.extent_pages == 0) {
+    const std::int64_t slice = PageSpec(o).slice_bytes();
+    o.extent_pages = 1;
+    while (o.extent_pages < kMaxExtentPages && o.extent_pages * slice < kWantedRunBytes)
+      o.extent_pages *= 2;
+  }
+  return PageSpec(o);
+}
+
+std::int64_t PageSpec::k_block_bytes() const noexcept {
+  return std::int64_t{o_.page_size} * o_.head_dim_k * element_bytes(o_.format);
+}
+std::int64_t PageSpec::v_block_bytes() const noexcept {
+  return std::int64_t{o_.page_size} * o_.head_dim_v * element_bytes(o_.format);
+}
+std::int64_t PageSpec::head_block_bytes() const noexcept {
+  return k_block_bytes() + v_block_bytes();
+}
+std::int64_t PageSpec::slice_bytes() const noexcept {
+  return align_up(kSliceHeaderBytes + o_.num_kv_heads * head_block_bytes(), 64);
+}
+std::int64_t PageSpec::layer_stride_bytes() const noexcept {
+  return o_.extent_pages * slice_bytes();
+}
+std::int64_t PageSpec::frame_bytes() const noexcept {
+  return align_up(o_.num_layers * layer_stride_bytes(), kFrameAlignBytes);
+}
+HeadBlock PageSpec::head_block(std::int32_t head) const noexcept {
+  const std::int64_t k = kSliceHeaderBytes + head * head_block_bytes();
+  return {k, k + k_block_bytes(), o_.format, o_.format};
+}
+std::int64_t PageSpec::usable_prefix(std::int64_t num_tokens) const noexcept {
+  return pages::usable_prefix(num_tokens, o_.page_size);
+}
+
+std::string PageSpec::describe() const {
+  const char* format = o_.format == Format::kF32 ? "f32" : o_.format == Format::kF16 ? "f16" : "bf16";
+  return text("layers=", o_.num_layers, " kv_heads=", o_.num_kv_heads, " head_dim_k=", o_.head_dim_k,
+              " head_dim_v=", o_.head_dim_v, " page_size=", o_.page_size,
+              " extent_pages=", o_.extent_pages, " format=", format,
+              " layout=", o_.layout == LayoutId::kPacked ? "packed" : "canonical");
+}
+
+}  // namespace kvcore::pages
