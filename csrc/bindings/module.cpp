@@ -9,6 +9,7 @@ namespace kvcore::bindings {
 void bind_base(py::module_ m);
 void bind_keys(py::module_ m);
 void bind_pages(py::module_ m);
+void bind_prefix(py::module_ m);
 }  // namespace kvcore::bindings
 
 PYBIND11_MODULE(_core, m) {
@@ -18,4 +19,5 @@ PYBIND11_MODULE(_core, m) {
   bind_base(m.def_submodule("base"));
   bind_keys(m.def_submodule("keys"));
   bind_pages(m.def_submodule("pages"));
+  bind_prefix(m.def_submodule("prefix"));
 }
