@@ -56,7 +56,7 @@ class RadixTree(_core.prefix.RadixTree):
     """The prefix index of one pool: ``RadixTree(pool, secret=None)``.
 
     With a ``secret`` (0 to 64 bytes) the tree names its pages by the keys of :mod:`kvcore.keys` and
-    logs which appear and disappear; namespaces are then the 32-byte digests of ``Namespace.digest()``.
+    logs which appear and disappear; namespaces are then 32-byte ``Namespace.digest()`` values.
     A namespace of None (uncacheable) always misses and stores nothing.
     Not thread-safe beyond the GIL.
     """
