@@ -86,7 +86,8 @@ struct Segment {
   std::uint64_t remote_offset;
   std::uint64_t bytes;
 };
-inline constexpr std::size_t kMaxSegments = 65536;              // of one operation
+inline constexpr std::size_t kMaxSegments = 65536;  // of one operation
+inline constexpr std::uint64_t kMaxOpBytes = std::uint64_t{1} << 40;
 inline constexpr std::size_t kMaxMessageBytes = 1024UL * 1024;  // of one send
 
 struct OpOptions {
