@@ -75,7 +75,8 @@ Result<AuthSession> AuthSession::make(Side side, Bytes key, std::string_view lab
 
 std::vector<std::byte> AuthSession::frame(std::uint8_t step, Bytes body) const {
   std::vector<std::byte> out;
-  append(&out, std::as_bytes(std::span(kMagic)));
+  out.reserve(kHeader + body.size());
+  for (const char c : kMagic) out.push_back(static_cast<std::byte>(c));
   out.push_back(std::byte{kVersion});
   out.push_back(std::byte{step});
   append_u16(&out, body.size());
