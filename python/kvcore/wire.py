@@ -307,7 +307,7 @@ class Server:
             self.address = address
             return
         self._server = await asyncio.start_server(self._accept, host, port, limit=_READ_BYTES)
-        bound = self._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        bound = self._server.sockets[0].getsockname()[1]
         self.address = f"tcp:[{host}]:{bound}" if ":" in host else f"tcp:{host}:{bound}"
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
