@@ -14,7 +14,15 @@ from kvcore.model.rope import rope_parameters
 FLAT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Rope types whose angles depend on the position alone (dynamic and longrope change with length).
 _STATELESS_ROPE = ("default", "linear", "llama3", "yarn")
-_RECURRENT_FIELDS = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_ssm", "conv_L_cache")
+_RECURRENT_FIELDS = (
+    "state_size",
+    "ssm_state_size",
+    "mamba_d_state",
+    "mamba_d_ssm",
+    "conv_L_cache",
+    "lru_width",
+)
+_RECURRENT_TYPES = ("rwkv", "xlstm")
 _ALIBI_TYPES = ("bloom", "mpt", "jais2")
 
 
@@ -56,7 +64,10 @@ def refusal(hf_config: Any, max_context: int | None = None) -> str | None:
 
     Only what the configuration tells; the transformers path checks the rest by a trial run.
     """
-    get = lambda name, default=None: getattr(hf_config, name, default)  # noqa: E731
+
+    def get(name: str, default: Any = None) -> Any:
+        return getattr(hf_config, name, default)
+
     if get("is_encoder_decoder", False):
         return "encoder-decoder models have cross attention, which is not paged"
     if get("vision_config") or get("audio_config") or get("text_config"):
@@ -64,6 +75,7 @@ def refusal(hf_config: Any, max_context: int | None = None) -> str | None:
     if get("kv_lora_rank"):
         return "MLA (multi-head latent attention) is not supported yet"
     recurrent = [name for name in _RECURRENT_FIELDS if get(name)]
+    recurrent += [kind for kind in _RECURRENT_TYPES if get("model_type") == kind]
     kinds = set(get("layer_types") or [])
     other = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
     if recurrent or other:
@@ -85,8 +97,10 @@ def _window_refusal(hf_config: Any, kinds: set[str], max_context: int | None) ->
     window = getattr(hf_config, "sliding_window", None)
     if "chunked_attention" in kinds:
         window = getattr(hf_config, "attention_chunk_size", None)
-    in_use = bool(kinds - {"full_attention"}) if kinds else getattr(
-        hf_config, "use_sliding_window", True
+    in_use = (
+        bool(kinds - {"full_attention"})
+        if kinds
+        else getattr(hf_config, "use_sliding_window", True)
     )
     context = context_length(hf_config, max_context)
     if not window or not in_use or window >= context:

@@ -121,4 +121,15 @@ def load_tokenizer(path: str | Path) -> Any:
 def _decoder(
     hf_config: Any, files: ModelFiles, dtype: torch.dtype, max_context: int | None
 ) -> Decoder:
-    return FlatDecoder(hf_config, files.path, dtype, max_context)
+    """The flat loop where it fits, else transformers; the log says which and why."""
+    if hf_config.model_type in FLAT_FAMILIES:
+        try:
+            return FlatDecoder(hf_config, files.path, dtype, max_context)
+        except Unsupported as error:
+            log.info("%s: not in the flat loop: %s", files.model_id, error)
+    from kvcore.model.fallback import TransformersDecoder
+
+    try:
+        return TransformersDecoder(hf_config, files.path, dtype, max_context)
+    except Unsupported as error:
+        raise Unsupported(f"model: {files.model_id} ({hf_config.model_type}): {error}") from error
