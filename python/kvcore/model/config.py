@@ -118,7 +118,7 @@ def context_length(hf_config: Any, max_context: int | None = None) -> int:
         raise Unsupported("the configuration has no max_position_embeddings; give max_context")
     if max_context is not None and not 1 <= max_context <= (own or max_context):
         raise InvalidArgument(f"max_context: {max_context} is outside 1..{own}")
-    return int(max_context if max_context is not None else own)
+    return max_context if max_context is not None else int(own or 0)
 
 
 def model_config(

@@ -189,7 +189,7 @@ class TransformersDecoder:
             positions = torch.cat([torch.arange(a, b) for a, b in bounds])
             rows = torch.arange(len(tokens))
             out = self._run(tokens, positions, memory.attend, rows)
-            for kept, part in zip(logits, out.split(memory.counts), strict=True):
+            for kept, part in zip(logits, torch.split(out, memory.counts), strict=True):
                 kept.append(part)
         return torch.cat([part for kept in logits for part in kept])
 
@@ -203,7 +203,7 @@ class _TrialMemory:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []
-        parts = zip(*(x.split(self.counts) for x in (q, k, v)), strict=True)
+        parts = zip(*(torch.split(x, self.counts) for x in (q, k, v)), strict=True)
         scale = next(iter(_step.observed.scales))
         for sequence, (qs, ks, vs) in enumerate(parts):
             if (layer, sequence) in self._held:
@@ -225,7 +225,7 @@ def _load_model(path: Path, dtype: torch.dtype) -> Any:
 
     _register()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path),
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
@@ -237,6 +237,7 @@ def _load_model(path: Path, dtype: torch.dtype) -> Any:
         if error.args != (ATTENTION_NAME,):
             reason = f"transformers cannot load it for causal generation: {error}"
         raise Unsupported(reason) from error
+    model, info = loaded
     wrong = [*info["missing_keys"], *info.get("mismatched_keys", [])]
     if wrong:
         raise Corrupt(f"weights are missing or have the wrong shape: {sorted(map(str, wrong))[:5]}")

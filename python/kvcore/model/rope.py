@@ -74,8 +74,8 @@ def rope_config(hf_config: Any) -> RopeConfig:
     )
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Radians per token of each rotated pair: float32 ``[head_dim / 2]``.
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Any:
+    """Radians per token of each rotated pair: numpy float32 ``[head_dim / 2]``.
 
     llama3: "The Llama 3 Herd of Models" section 3 and its reference code: long wavelengths are
     stretched by ``factor``, short ones kept, and those between interpolated.
