@@ -1,5 +1,6 @@
-"""Shared by all Python tests: the --nightly switch, hypothesis profiles, one test per ISA level.
+"""Shared by all Python tests: marks, hypothesis profiles, one test per ISA level.
 
+Tests marked ``nightly`` run only when ``-m`` names them, as in ``-m "nightly or not nightly"``.
 A test that takes ``isa`` runs once per level this machine has, with that level forced.
 """
 
@@ -20,19 +21,19 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=300, print_blob=True)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="also run tests marked nightly")
+def _is_nightly(config: pytest.Config) -> bool:
+    return "nightly" in str(config.getoption("markexpr"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "nightly: too long for every run; see --nightly")
-    hypothesis.settings.load_profile("nightly" if config.getoption("--nightly") else "check")
+    config.addinivalue_line("markers", 'nightly: too long for every run; -m "nightly or not nightly"')
+    hypothesis.settings.load_profile("nightly" if _is_nightly(config) else "check")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--nightly"):
+    if _is_nightly(config):
         return
-    skip = pytest.mark.skip(reason="nightly only: pytest --nightly")
+    skip = pytest.mark.skip(reason='nightly only: -m "nightly or not nightly"')
     for item in items:
         if "nightly" in item.keywords:
             item.add_marker(skip)
