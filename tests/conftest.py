@@ -26,7 +26,9 @@ def _is_nightly(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", 'nightly: too long for every run; -m "nightly or not nightly"')
+    config.addinivalue_line(
+        "markers", 'nightly: too long for every run; -m "nightly or not nightly"'
+    )
     hypothesis.settings.load_profile("nightly" if _is_nightly(config) else "check")
 
 
