@@ -1,7 +1,7 @@
 """What every benchmark case uses: interleaved timing, percentiles, and one JSON object per result.
 
-A ratio is only taken between numbers of one run: :func:`interleave` calls our work, the limit's probe and the
-peers in turn, round after round, so that a busy moment of the machine hits all of them alike.
+A ratio is only taken between numbers of one run: :func:`interleave` calls our work, the limit's
+probe and the peers in turn, so that a busy moment of the machine hits all of them alike.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _short(value: Any) -> Any:
 
 
 def commit() -> str:
-    """Short commit of this checkout, ``-dirty`` appended when sources differ; "unknown" without git."""
+    """Short commit, ``-dirty`` appended when sources differ; "unknown" without git."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
@@ -131,7 +131,7 @@ def rate_result(
     limits: Sequence[float],
     **rest: Any,
 ) -> Result:
-    """A result whose value is ``work / seconds`` (scaled to ``unit`` by the caller); limits are rates."""
+    """A result whose value is ``work / seconds``, in ``unit``; limits are rates in it too."""
     middle, best = median(ours), min(ours)
     limit = median(limits) if limits else float("nan")
     return Result(
@@ -160,7 +160,7 @@ def time_result(
     limits: Sequence[float],
     **rest: Any,
 ) -> Result:
-    """A result whose value is a time in ``unit`` ("s", "ms" or "us"); limits are seconds as well."""
+    """A result whose value is a time in ``unit`` ("s", "ms", "us"); limits are seconds too."""
     factor = {"s": 1.0, "ms": 1e3, "us": 1e6}[unit]
     middle, best = median(ours), min(ours)
     limit = median(limits) if limits else float("nan")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 
 from harness import percentile
-
 from kvcore._core import probe
 
 MIB = 1 << 20

@@ -1,7 +1,7 @@
 """Benchmarks: ``python benchmarks/run.py [--list] [--case NAME] [--quick] [--peer NAME=PYTHON]``.
 
 One JSON object a line on standard output (fields: harness.Result). Peers are other systems in
-virtual environments of their own; ``--peer vllm=/path/to/python`` runs vLLM beside us in model_step.
+virtual environments of their own; ``--peer vllm=/path/to/python`` runs vLLM in model_step.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import ROOT, Context, Result, commit  # noqa: E402
+from harness import ROOT, Context, Result, commit
 
 CASES = {
-    "decode_attention": "one query row per sequence over a long context, against the linear read limit",
+    "decode_attention": "one query row over a long context, against the linear read limit",
     "prefill_attention": "causal chunks over a long context, against the multiply-add peak",
     "prefix_lookup": "match and pin a cached prefix, microseconds",
     "model_step": "a decode step and a cold first token of SmolLM2, against peers on one thread",

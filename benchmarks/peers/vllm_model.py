@@ -4,7 +4,7 @@ Run by the interpreter of vLLM's own virtual environment, started by ``run.py --
     -> {"op": "decode", "batch": 8, "prompt": 128, "steps": 32}   <- {"seconds": per step}
     -> {"op": "ttft", "prompt": 1024, "shared": 0}                <- {"seconds": to the first token}
     -> {"op": "info"}                                             <- {"name", "version", "threads"}
-``shared`` leading tokens are the same in every request, so that the prefix cache holds them; the rest is new.
+``shared`` leading tokens are the same in every request, so that the prefix cache holds them.
 Needs nothing of kvcore.
 """
 

@@ -1,4 +1,4 @@
-"""O26 (aprender#559): with 28 query and 4 KV heads the output had nothing to do with the right one."""
+"""O26 (aprender#559): with 28 query and 4 KV heads the output was unrelated to the right one."""
 
 import pytest
 from support.batches import Batch, Sequence, Shape

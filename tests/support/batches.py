@@ -1,8 +1,8 @@
-"""Batches with known contents: sequences laid over pages of a pool, the same numbers for the oracle.
+"""Batches with known contents: sequences over pages of a pool, the same numbers for the oracle.
 
-The numbers of a sequence depend on its ``content`` seed and on positions only, never on the batch, on the
-physical pages or on how its tokens are cut into chunks. So two batches can hold the same sequence
-in different ways, and every row that should be equal can be compared bit for bit.
+The numbers of a sequence depend on its ``content`` seed and on positions only, never on the batch,
+on the physical pages or on how its tokens are cut into chunks. So two batches can hold the same
+sequence in different ways, and every row that should be equal can be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcore import kernels, pages
 from kvcore import reference as ref
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-# Bit patterns that must never be read as numbers, per format. The last is about 1e38, or the largest f16.
+# Bit patterns that must never be read as numbers; the last is about 1e38, or the largest f16.
 POISON_BITS = {
     "bf16": {"nan": 0x7FC1, "inf": 0x7F80, "huge": 0x7E96},
     "f16": {"nan": 0x7E01, "inf": 0x7C00, "huge": 0x7BFF},
@@ -76,7 +76,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence: its contents' seed, tokens in the KV, and how many of them are new (rows of q)."""
+    """One sequence: its contents' seed, tokens in the KV, how many of them are new (rows of q)."""
 
     content: int
     context_len: int
@@ -226,7 +226,7 @@ class Batch:
         return out, lse
 
     def expected(self, layer: int = 0, dtype: str = "bf16", shift: int = 0) -> ref.Attention:
-        """The oracle's result over the same bytes; ``shift`` moves the causal mask (a wrong oracle)."""
+        """The oracle's result over the same bytes; ``shift`` moves the causal mask wrongly."""
         q = ref.decode(self.q(layer, dtype), dtype)
         return ref.paged_attention(
             q,

@@ -2,16 +2,16 @@
 
 With S = sum p|v|, W = sum (p v)^2, A = max scale * sum |q_d k_d| (all from the oracle, per row):
 
-scores   A score is a sum of head_dim products in float32: its error is at most (head_dim + 4) * 2^-24 * A.
-         Where q must be rounded to bf16 for bf16 dot products (q in f32 or f16), 2^-9 * A comes on top.
+scores   A sum of head_dim products in float32: its error is at most (head_dim + 4) * 2^-24 * A.
+         Where q (f32 or f16) must be rounded to bf16 for bf16 dot products, 2^-9 * A on top.
 weights  exp in float32, by polynomial: relative error below 2^-20.
          For bf16 pages weights are rounded to bf16 before the product with V: relative 2^-9.
 sum      A float32 sum over n tokens in a fixed tree of segments: relative n * 2^-24 at worst.
 out      One rounding to the output's dtype: UNIT_ROUNDOFF * |out|.
 
 worst    |out - ref| <= (e_weight + 2 e_score) S + u_out |ref|: no input can break it.
-typical  Roundings of weights are independent, so the error of a row is about e_weight * sqrt(W), not
-         e_weight * S: its root mean square over head_dim_v >= 16 values stays below 4 such deviations.
+typical  Roundings of weights are independent, so the error of a row is about e_weight * sqrt(W),
+         not e_weight * S: its root mean square over head_dim_v values stays below 4 of these.
          This one is tight enough to notice a single wrongly masked token among thousands.
 """
 

@@ -1,4 +1,4 @@
-"""Appending tokens: exactly the right bytes change, in every format, layout and dtype of the new rows."""
+"""Appending tokens: exactly the right bytes change, in every format, layout and dtype of rows."""
 
 import numpy as np
 import pytest

@@ -13,8 +13,8 @@ from support.table import (
     PAGE_SIZES,
     long_lengths,
     name_of,
-    short_lengths,
     shapes,
+    short_lengths,
 )
 
 
@@ -112,7 +112,7 @@ def test_random_batches(case: tuple[Shape, list[Sequence], int], dtype: str, isa
 @pytest.mark.parametrize("shift", [1, -1])
 @pytest.mark.parametrize("length", [5, 65, 300, 2049])
 def test_the_bounds_notice_one_wrongly_masked_token(length: int, shift: int, isa: str) -> None:
-    """A mutant: the oracle masks one token too few or too many. The kernel must look wrong to it."""
+    """A mutant: the oracle masks one token too few or too many. The kernel must look wrong."""
     shape = Shape(4, 2, 64, 64, 64, "bf16", num_layers=1)
     batch = Batch(shape, [Sequence(3, length, 2)])
     out, lse = batch.attend()
@@ -131,8 +131,8 @@ def test_the_bounds_notice_a_swapped_head(isa: str) -> None:
     assert used["worst"] > 1 and used["lse"] > 1
 
 
-def test_levels_agree_on_f32_within_the_bounds() -> None:
-    """Different instruction sets may differ in bits, each is within the bounds; repeated runs are equal."""
+def test_repeated_runs_are_equal() -> None:
+    """Repeated runs are equal bit for bit."""
     batch = Batch(Shape(6, 2, 80, 80, 32, "f32"), short_lengths(32))
     first, again = batch.attend(0, "f32"), batch.attend(0, "f32")
     assert np.array_equal(bits_of(first[0]), bits_of(again[0]))

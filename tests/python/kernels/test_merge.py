@@ -1,4 +1,4 @@
-"""merge_states: the oracle's numbers, an empty side changes no bit, any order of merging is close."""
+"""merge_states: the oracle's numbers, an empty side changes no bit, any order is close."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_merge_is_the_oracles(dim: int, isa: str) -> None:
     a, b = part(1, dim=dim), part(2, dim=dim)
     arrays = [t.numpy() for t in (*a, *b)]
     size = ref.merge_states(np.abs(arrays[0]), arrays[1], np.abs(arrays[2]), arrays[3])[0]
-    # exp amplifies the rounding of a difference of LSEs (|d| <= 20) by |d|; a handful of roundings more
+    # exp amplifies the rounding of a difference d of LSEs (|d| <= 20) by |d|, and a few more
     assert distance(merge(a, b), ref.merge_states(*arrays), size) <= 40
 
 

@@ -1,4 +1,4 @@
-"""What unused slots hold never shows: not NaN, not Inf, not 1e38, not another sequence's numbers."""
+"""What unused slots hold never shows: not NaN, not Inf, not 1e38."""
 
 import pytest
 from support.batches import Batch, Sequence, Shape, bits_of
@@ -32,7 +32,7 @@ def test_every_length_within_one_page(fmt: str, isa: str) -> None:
 
 @pytest.mark.parametrize("fmt", ["bf16", "f16", "f32"])
 def test_tokens_behind_a_row_do_not_show(fmt: str, isa: str) -> None:
-    """Causality by bits: the same row with the later tokens of its chunk stored, and without them."""
+    """Causality by bits: a row with the later tokens of its chunk stored, and without them."""
     shape = Shape(6, 2, 64, 64, 64, fmt, num_layers=1)
     out, lse = Batch(shape, [Sequence(2, 130, 70)]).attend()
     for length in (61, 62, 64, 65, 100, 127, 128, 129):

@@ -1,5 +1,7 @@
 """A row's bits depend on its query and its pages only: nothing else in the batch may show."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -73,7 +75,7 @@ def test_chunks_may_be_cut_anywhere(
     shape = Shape(4, 2, 32, 64, page, fmt, num_layers=1)
     whole, whole_lse = Batch(shape, [Sequence(9, context, context)]).attend()
     edges = sorted({0, context, *(c for c in cuts if c < context)})
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in itertools.pairwise(edges):
         out, lse = Batch(shape, [Sequence(9, last, last - first)]).attend()
         assert np.array_equal(bits_of(out), bits_of(whole[first:last]))
         assert np.array_equal(bits_of(lse), bits_of(whole_lse[first:last]))

@@ -1,0 +1,42 @@
+"""Decode attention: bytes of KV per second of one thread, against a linear read of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness import Context, Result, interleave, rate_result, seconds
+from limits import LinearRead
+from workloads import Heads, RotatingKv
+
+from kvcore import kernels
+
+TOUCHED_BYTES = 300 << 20
+SHAPES = [(Heads(32, 8, 128), 8192), (Heads(9, 3, 64), 8192)]
+
+
+def run(context: Context) -> Iterator[Result]:
+    """One result per shape."""
+    linear = LinearRead()
+    for heads, tokens in SHAPES:
+        one = tokens * heads.kv * heads.dim * 4
+        kv = RotatingKv(heads, tokens, 1, copies=-(-TOUCHED_BYTES // one))
+        rates: list[float] = []
+        rounds = context.rounds(160, 40)
+        ours = interleave(
+            {"ours": lambda kv=kv: seconds(kv.attend), "limit": lambda: rates.append(linear()) or 0.0},
+            rounds,
+            warmup=len(kv.plans),
+        )["ours"]
+        yield rate_result(
+            "decode_attention",
+            {"heads": str(heads), "context": tokens, "batch": 1, "format": "bf16"},
+            ours,
+            kv.kv_bytes / 1e9,
+            "GB/s",
+            linear.name,
+            rates[-rounds:],
+            bytes=kv.kv_bytes,
+            flops=kv.flops,
+            isa=kernels.isa(),
+            threads=1,
+        )
