@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness import Context, Result, interleave, rate_result, seconds
+from kvcore import kernels
 from limits import LinearRead
 from workloads import Heads, RotatingKv
-
-from kvcore import kernels
 
 TOUCHED_BYTES = 300 << 20
 SHAPES = [(Heads(32, 8, 128), 8192), (Heads(9, 3, 64), 8192)]
@@ -23,7 +22,10 @@ def run(context: Context) -> Iterator[Result]:
         rates: list[float] = []
         rounds = context.rounds(160, 40)
         ours = interleave(
-            {"ours": lambda kv=kv: seconds(kv.attend), "limit": lambda: rates.append(linear()) or 0.0},
+            {
+                "ours": lambda kv=kv: seconds(kv.attend),
+                "limit": lambda: rates.append(linear()) or 0.0,
+            },
             rounds,
             warmup=len(kv.plans),
         )["ours"]

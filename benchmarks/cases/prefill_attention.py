@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness import Context, Result, interleave, rate_result, seconds
+from kvcore import kernels
 from limits import Flops, has_dot_bf16
 from workloads import Heads, RotatingKv
-
-from kvcore import kernels
 
 HEADS = Heads(32, 8, 128)
 SHAPES = [(512, 2048), (512, 8192), (2048, 2048), (2048, 8192)]
@@ -22,7 +21,10 @@ def run(context: Context) -> Iterator[Result]:
         rates: list[float] = []
         rounds = context.rounds(12 if kv.flops < 2e11 else 6, 4)
         ours = interleave(
-            {"ours": lambda kv=kv: seconds(kv.attend), "limit": lambda: rates.append(peak()) or 0.0},
+            {
+                "ours": lambda kv=kv: seconds(kv.attend),
+                "limit": lambda: rates.append(peak()) or 0.0,
+            },
             rounds,
         )["ours"]
         yield rate_result(

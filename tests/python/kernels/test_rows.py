@@ -81,6 +81,17 @@ def test_chunks_may_be_cut_anywhere(
         assert np.array_equal(bits_of(lse), bits_of(whole_lse[first:last]))
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_page_size_and_layout_do_not_show(fmt: str, isa: str) -> None:
+    sequences = [Sequence(0, 130, 3), Sequence(1, 1040, 2), Sequence(2, 33, 33)]
+    results = {
+        bits(Batch(Shape(4, 2, 64, 80, page, fmt, layout, num_layers=1), sequences))
+        for page in (16, 32, 64, 128)
+        for layout in ("packed", "canonical")
+    }
+    assert len(results) == 1
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (7, 1), (12, 2), (71, 1)])
 def test_heads_do_not_show_each_other(heads: tuple[int, int], isa: str) -> None:
     """The same queries in another order of the group give the same rows."""
