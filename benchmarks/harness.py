@@ -110,7 +110,7 @@ def seconds(work: Callable[[], object]) -> float:
 def interleave(
     timed: dict[str, Callable[[], float]], rounds: int, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Call every function once per round, in turn; each returns the seconds it took."""
+    """Call every function once per round, in turn; each returns its own seconds or its rate."""
     for _ in range(warmup):
         for call in timed.values():
             call()

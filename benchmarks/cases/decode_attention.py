@@ -19,24 +19,20 @@ def run(context: Context) -> Iterator[Result]:
     for heads, tokens in SHAPES:
         one = tokens * heads.kv * heads.dim * 4
         kv = RotatingKv(heads, tokens, 1, copies=-(-TOUCHED_BYTES // one))
-        rates: list[float] = []
         rounds = context.rounds(160, 40)
-        ours = interleave(
-            {
-                "ours": lambda kv=kv: seconds(kv.attend),
-                "limit": lambda: rates.append(linear()) or 0.0,
-            },
+        taken = interleave(
+            {"ours": lambda kv=kv: seconds(kv.attend), "limit": linear},
             rounds,
             warmup=len(kv.plans),
-        )["ours"]
+        )
         yield rate_result(
             "decode_attention",
             {"heads": str(heads), "context": tokens, "batch": 1, "format": "bf16"},
-            ours,
+            taken["ours"],
             kv.kv_bytes / 1e9,
             "GB/s",
             linear.name,
-            rates[-rounds:],
+            taken["limit"],
             bytes=kv.kv_bytes,
             flops=kv.flops,
             isa=kernels.isa(),

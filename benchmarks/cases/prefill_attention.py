@@ -18,23 +18,19 @@ def run(context: Context) -> Iterator[Result]:
     peak = Flops(bf16=has_dot_bf16() and kernels.isa() == "avx512")
     for chunk, tokens in SHAPES[: 2 if context.quick else None]:
         kv = RotatingKv(HEADS, tokens, chunk, copies=2)
-        rates: list[float] = []
         rounds = context.rounds(12 if kv.flops < 2e11 else 6, 4)
-        ours = interleave(
-            {
-                "ours": lambda kv=kv: seconds(kv.attend),
-                "limit": lambda: rates.append(peak()) or 0.0,
-            },
+        taken = interleave(
+            {"ours": lambda kv=kv: seconds(kv.attend), "limit": peak},
             rounds,
-        )["ours"]
+        )
         yield rate_result(
             "prefill_attention",
             {"heads": str(HEADS), "chunk": chunk, "context": tokens, "format": "bf16"},
-            ours,
+            taken["ours"],
             kv.flops / 1e9,
             "GFLOP/s",
             peak.name,
-            rates[-rounds:],
+            taken["limit"],
             bytes=kv.kv_bytes,
             flops=kv.flops,
             isa=kernels.isa(),
