@@ -3,6 +3,7 @@
 // the operator must then work in the clone's bytes, not in the pool's.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
