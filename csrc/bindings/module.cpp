@@ -7,6 +7,7 @@ namespace py = pybind11;
 
 namespace kvcore::bindings {
 void bind_pages(py::module_ m);
+void bind_wire(py::module_ m);
 }  // namespace kvcore::bindings
 
 PYBIND11_MODULE(_core, m) {
@@ -14,4 +15,5 @@ PYBIND11_MODULE(_core, m) {
   m.attr("__version__") = KVCORE_VERSION;
   register_errors();
   bind_pages(m.def_submodule("pages"));
+  bind_wire(m.def_submodule("wire"));
 }
