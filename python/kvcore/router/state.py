@@ -84,27 +84,29 @@ class Deliver:
 Action = Send | Deliver
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Worker:
-    """A live worker as the router sees it; its load counts from dispatch."""
+    """A live worker as the router sees it; its load counts from dispatch.
+
+    ``attempts`` maps each attempt here to the prompt tokens it still has to compute, 0 once done.
+    """
 
     worker_id: bytes
     incarnation: int
     role: str
-    model: str
-    model_epoch: str
-    page_spec: str
-    max_context: int
-    num_frames: int
+    model: str = ""
+    model_epoch: str = ""
+    page_spec: str = ""
+    max_context: int = 0
+    num_frames: int = 0
     pid: int = 0
     free_frames: int = 0
     running: int = 0
     waiting: int = 0
-    waiting_tokens: int = 0
     last_seen: float = 0.0
+    tokens_per_s: float = 0.0
     stats: dict[str, float] = dataclasses.field(default_factory=dict)
     attempts: dict[bytes, int] = dataclasses.field(default_factory=dict)
-    full: bool = False
     draining: bool = False
 
     @property
@@ -114,26 +116,31 @@ class Worker:
 
     @property
     def pending_tokens(self) -> int:
-        """Prompt tokens dispatched here and not known to be done."""
+        """Prompt tokens dispatched here that are not computed yet."""
         return sum(self.attempts.values())
 
 
 class Phase(enum.Enum):
-    """Where one attempt of a request stands."""
+    """Where the current attempt of a request stands."""
 
     WAITING = "waiting"
     RESERVING = "reserving"
     PREFILLING = "prefilling"
     DECODING = "decoding"
-    OVER = "over"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Flight:
-    """The mutable side of one request: its current attempt and what was delivered so far."""
+    """The mutable side of one request: its current attempt and what was delivered so far.
+
+    ``base`` is how many tokens were delivered when the attempt began: an attempt starts from the
+    prompt and those, and goes on where the last one broke.
+    """
 
     ask: Ask
-    submitted: float
+    namespace: bytes
+    keys: list[bytes]
+    since: float
     phase: Phase = Phase.WAITING
     attempt_id: bytes = b""
     attempts: int = 0
@@ -143,10 +150,9 @@ class Flight:
     emitted: list[int] = dataclasses.field(default_factory=list)
     avoid: set[bytes] = dataclasses.field(default_factory=set)
     give_up: float = float("inf")
-    last_error: Failure | None = None
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self) -> list[int]:
         """What the next attempt starts from: the prompt and all that was delivered."""
-        return self.ask.tokens + tuple(self.emitted)
+        return [*self.ask.tokens, *self.emitted]
