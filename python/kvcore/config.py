@@ -247,3 +247,34 @@ def _check_fleet(fleet: FleetConfig, given: Mapping[str, Any]) -> FleetConfig:
     if bool(fleet.prefill) != bool(fleet.decode):
         raise InvalidArgument(f"{counts}: one kind needs the other, both or neither >= 1")
     return fleet
+
+
+def read_key_file(path: str | Path) -> bytes:
+    """The 32-byte pre-shared key of a control socket, from a file of 64 hex digits.
+
+    Raises InvalidArgument when it cannot be read, others may read it, or it has another form.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(200)
+    except OSError as error:
+        raise InvalidArgument(f"key file {path}: {error.strerror}") from error
+    if mode & 0o077:
+        raise InvalidArgument(f"key file {path}: mode {mode & 0o777:04o}, must be 0600")
+    try:
+        key = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        key = b""
+    if len(key) != 32:
+        raise InvalidArgument(f"key file {path}: must hold 64 hex digits")
+    return key
+
+
+def make_key_file(path: str | Path) -> bytes:
+    """Write a fresh random key to a new file of mode 0600; returns it."""
+    key = os.urandom(32)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o600), "w") as file:
+        file.write(key.hex() + "\n")
+    return key
