@@ -250,31 +250,40 @@ def _check_fleet(fleet: FleetConfig, given: Mapping[str, Any]) -> FleetConfig:
 
 
 def read_key_file(path: str | Path) -> bytes:
-    """The 32-byte pre-shared key of a control socket, from a file of 64 hex digits.
+    """A pre-shared key: the 32 bytes of a file that only its owner may read.
 
-    Raises InvalidArgument when it cannot be read, others may read it, or it has another form.
+    Raises InvalidArgument when it cannot be read, others may read it, or it has another size.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read(200)
+            key = file.read(33)
     except OSError as error:
         raise InvalidArgument(f"key file {path}: {error.strerror}") from error
     if mode & 0o077:
         raise InvalidArgument(f"key file {path}: mode {mode & 0o777:04o}, must be 0600")
-    try:
-        key = bytes.fromhex(text.decode("ascii"))
-    except ValueError:
-        key = b""
     if len(key) != 32:
-        raise InvalidArgument(f"key file {path}: must hold 64 hex digits")
+        raise InvalidArgument(f"key file {path}: must hold exactly 32 bytes")
     return key
 
 
 def make_key_file(path: str | Path) -> bytes:
-    """Write a fresh random key to a new file of mode 0600; returns it."""
+    """Write 32 fresh random bytes to a new file of mode 0600; returns them."""
     key = os.urandom(32)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o600), "w") as file:
-        file.write(key.hex() + "\n")
+    with open(os.open(path, flags, 0o600), "wb") as file:
+        file.write(key)
     return key
+
+
+def deployment_secret(directory: str | Path | None = None) -> bytes:
+    """The secret of all page keys: a 0600 file in the data directory, made on first use."""
+    home = Path(directory) if directory else Path.home() / ".local" / "share" / "kvcore"
+    path = home / "secret"
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return make_key_file(path)
+    except FileExistsError:
+        return read_key_file(path)
+    except OSError as error:
+        raise InvalidArgument(f"data directory {home}: {error.strerror}") from error

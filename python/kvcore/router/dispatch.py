@@ -320,6 +320,9 @@ class Dispatcher:
         if not fields["retryable"]:
             self._fail(flight, failure, gone={worker.worker_id})
             return
+        if fields["code"] == "draining":
+            worker.draining = True
+            flight.attempts -= 1
         flight.avoid.add(worker.worker_id)
         self._retry(flight, failure, now, gone={worker.worker_id})
 
