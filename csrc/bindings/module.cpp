@@ -6,6 +6,7 @@
 namespace py = pybind11;
 
 namespace kvcore::bindings {
+void bind_base(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_wire(py::module_ m);
 }  // namespace kvcore::bindings
@@ -14,6 +15,7 @@ PYBIND11_MODULE(_core, m) {
   using namespace kvcore::bindings;
   m.attr("__version__") = KVCORE_VERSION;
   register_errors();
+  bind_base(m.def_submodule("base"));
   bind_pages(m.def_submodule("pages"));
   bind_wire(m.def_submodule("wire"));
 }

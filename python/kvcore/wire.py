@@ -1,8 +1,9 @@
-"""Messages between router and workers: one codec, one authenticated session, asyncio connections.
+"""Messages between router and workers: one codec, authenticated sessions, asyncio connections.
 
-Addresses are ``unix:/path.sock`` (0600, made by the server) and ``tcp:HOST:PORT`` (port 0 picks one;
-``tcp:[::1]:0`` is IPv6). Both sides prove a 32-byte pre-shared key before any message is looked at; an
-address other than loopback without a key is refused. Frames are authenticated, not encrypted.
+Addresses are ``unix:/path.sock`` (0600, made by the server) and ``tcp:HOST:PORT`` (port 0 picks
+one; ``tcp:[::1]:0`` is IPv6). Both sides prove a 32-byte pre-shared key before any message is
+looked at; an address other than loopback without a key is refused. Frames are authenticated, not
+encrypted.
 
     server = await serve("tcp:127.0.0.1:0", key, handler, role="router")
     conn = await connect(server.address, key, role="decode")
@@ -55,7 +56,7 @@ Fields = dict[str, Any]
 def encode(kind: str, fields: Mapping[str, Any]) -> bytes:
     """Encode one message body (no header, no MAC).
 
-    Args: kind: a name of :func:`schema`. fields: its fields; those that are not required may be left out.
+    Args: kind: a name of :func:`schema`. fields: its fields; those not required may be left out.
     Raises: InvalidArgument naming the message and field.
     """
     body: bytes = _core.wire.encode(kind, dict(fields))
@@ -93,7 +94,7 @@ def parse_address(address: str) -> tuple[str, str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """True for localhost and literal loopback addresses; every other name counts as not loopback."""
+    """True for localhost and literal loopback addresses; any other name counts as not loopback."""
     if host == "localhost":
         return True
     try:
@@ -246,8 +247,8 @@ async def connect(
 ) -> Connection:
     """Connect, prove the key both ways, return the connection.
 
-    Args: key: 32 bytes, or empty (loopback and unix only). role: told to the peer, e.g. ``"decode"``.
-    Raises: InvalidArgument, PeerDead (nobody listens), Timeout, Unauthenticated or TransportError.
+    Args: key: 32 bytes, or empty (loopback and unix only). role: told to the peer.
+    Raises: InvalidArgument, PeerDead (nobody listens), Timeout, Unauthenticated, TransportError.
     """
     _check_key(address, key)
     scheme, host, port = parse_address(address)
@@ -306,7 +307,7 @@ class Server:
             self.address = address
             return
         self._server = await asyncio.start_server(self._accept, host, port, limit=_READ_BYTES)
-        bound = self._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        bound = self._server.sockets[0].getsockname()[1]
         self.address = f"tcp:[{host}]:{bound}" if ":" in host else f"tcp:{host}:{bound}"
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
