@@ -7,6 +7,7 @@ namespace py = pybind11;
 
 namespace kvcore::bindings {
 void bind_base(py::module_ m);
+void bind_keys(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_wire(py::module_ m);
 }  // namespace kvcore::bindings
@@ -16,6 +17,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("__version__") = KVCORE_VERSION;
   register_errors();
   bind_base(m.def_submodule("base"));
+  bind_keys(m.def_submodule("keys"));
   bind_pages(m.def_submodule("pages"));
   bind_wire(m.def_submodule("wire"));
 }
