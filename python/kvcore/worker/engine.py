@@ -6,6 +6,7 @@ Holds no socket or thread and reads time only through ``clock``. Not thread-safe
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
@@ -16,13 +17,18 @@ import torch
 from kvcore.errors import InvalidArgument, KvcoreError, OutOfPages
 from kvcore.worker.batch import BatchArrays
 from kvcore.worker.memory import PageMemory
-from kvcore.worker.request import Failed, Finished, Output, Request, Sequence, State, Tokens
+from kvcore.worker.request import Output, Request, Sequence, State
 from kvcore.worker.sampling import Sampled, sample
 from kvcore.worker.scheduler import Row, Scheduler
 
 log = logging.getLogger(__name__)
 
 _DTYPE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def error_code(error: Exception) -> str:
+    """The wire's name of an error: ``InvalidArgument`` is ``invalid_argument``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
 
 
 class Attention(Protocol):
@@ -44,6 +50,7 @@ class Engine:
     """
 
     decodes = True
+    receives = False
 
     def __init__(
         self,
@@ -63,7 +70,7 @@ class Engine:
         limit = int(model.config.max_position)
         self.max_context = min(max_context, limit) if max_context > 0 else limit
         self.scheduler = Scheduler(
-            memory, token_budget, max_running, admit=self._admitted, decodes=self.decodes
+            memory, token_budget, max_running, decodes=self.decodes, receives=self.receives
         )
         self.counters = {
             "steps": 0,
@@ -74,6 +81,7 @@ class Engine:
             "kv_bytes_sent": 0,
             "kv_bytes_received": 0,
         }
+        self.idle = True  # the last step had no rows
         self._live: dict[bytes, Sequence] = {}
         self._outputs: list[Output] = []
         self._arrays = BatchArrays(max_running)
@@ -117,9 +125,17 @@ class Engine:
             self._finish(seq, "cancelled")
 
     def step(self) -> list[Output]:
-        """Computes one batch, if there is one, and returns what came of it and since the last call."""
+        """Computes one batch, if there is one, and returns what happened since the last call."""
+        self.poll()
         self._check_deadlines()
         rows = self.scheduler.schedule()
+        for seq in self.scheduler.take_admitted():
+            try:
+                self._admitted(seq)
+            except KvcoreError as error:
+                self._fail(seq, error_code(error), str(error), retryable=True)
+        rows = [row for row in rows if row.seq.state is State.RUNNING]
+        self.idle = not rows
         if rows:
             try:
                 self._run(rows)
@@ -157,9 +173,7 @@ class Engine:
             self._computed(row)
         if not sampling:
             return
-        chosen = sample(
-            logits, [s.request.sampling for s in sampling], [s.num_tokens for s in sampling]
-        )
+        chosen = sample(logits, [s.request for s in sampling], [s.num_tokens for s in sampling])
         for seq, token in zip(sampling, chosen, strict=True):
             if token is None:
                 self._fail(seq, "internal", "the model gave logits that are not finite")
@@ -205,20 +219,18 @@ class Engine:
 
     def _accept(self, seq: Sequence, token: Sampled) -> None:
         """Appends a generated token, tells it, and ends the request when it is the last."""
-        index = seq.num_completion
+        self._tell(
+            "tokens",
+            seq,
+            first_index=seq.num_tokens - seq.num_prompt,
+            token_ids=[token.token_id],
+            logprobs=token.logprobs,
+            top_ids=token.top_ids,
+            top_logprobs=token.top_logprobs,
+        )
         seq.token_ids[seq.num_tokens] = token.token_id
         seq.num_tokens += 1
         self.counters["generated_tokens"] += 1
-        self._outputs.append(
-            Tokens(
-                seq.request_id,
-                index,
-                [token.token_id],
-                token.logprobs,
-                token.top_ids,
-                token.top_logprobs,
-            )
-        )
         request = seq.request
         stops: Iterable[int] = () if request.ignore_eos else self.model.config.eos_ids
         if token.token_id in request.stop_token_ids or token.token_id in stops:
@@ -232,21 +244,24 @@ class Engine:
         if reason != "cancelled":
             self.memory.publish(seq)
         self._remove(seq)
-        self._outputs.append(self._finished(seq, reason))
+        self._tell_finished(seq, reason)
 
-    def _finished(self, seq: Sequence, reason: str) -> Finished:
-        return Finished(
-            seq.request_id,
-            reason,
-            prompt_tokens=seq.num_prompt,
-            completion_tokens=seq.num_completion,
-            cached_tokens=seq.cached_tokens,
-            computed_prompt_tokens=seq.computed_prompt_tokens,
-        )
+    def _tell_finished(self, seq: Sequence, reason: str) -> None:
+        facts = {
+            "reason": reason,
+            "prompt_tokens": seq.num_prompt,
+            "completion_tokens": seq.num_tokens - seq.num_prompt,
+            "cached_tokens": seq.cached_tokens,
+            "computed_prompt_tokens": seq.computed_prompt_tokens,
+        }
+        self._tell("finished", seq, **(facts | self._facts(seq)))
 
     def _fail(self, seq: Sequence, code: str, message: str, retryable: bool = False) -> None:
         self._remove(seq)
-        self._outputs.append(Failed(seq.request_id, code, message, int(retryable)))
+        self._tell("failed", seq, code=code, message=message, retryable=int(retryable))
+
+    def _tell(self, kind: str, seq: Sequence, **fields: Any) -> None:
+        self._outputs.append(Output(kind, {"request_id": seq.request_id, **fields}))
 
     def _remove(self, seq: Sequence) -> None:
         del self._live[seq.request_id]
@@ -256,20 +271,26 @@ class Engine:
     def _check_deadlines(self) -> None:
         now = self.clock()
         late = [
-            seq
-            for seq in self._live.values()
-            if 0.0 < seq.request.deadline_s < now - seq.arrival_s
+            seq for seq in self._live.values() if 0.0 < seq.request.deadline_s < now - seq.arrival_s
         ]
         for seq in late:
             self._fail(seq, "timeout", f"deadline_s of {seq.request.deadline_s} passed")
 
     # What the prefill and decode roles do differently.
 
-    def _admitted(self, seq: Sequence) -> bool:
-        """Called when ``seq`` got its pages; True when it may run at once."""
+    event_fd = -1
+
+    def poll(self) -> None:
+        """Takes the events of a stream; ``event_fd`` is readable when there are any."""
+
+    def _admitted(self, seq: Sequence) -> None:
+        """Called when ``seq`` got its pages."""
         if seq.admissions == 1:
             self.counters["cached_tokens"] += seq.cached_tokens
-        return True
+
+    def _facts(self, seq: Sequence) -> dict[str, Any]:
+        """Fields of ``finished`` that the role knows better."""
+        return {}
 
     def _attention(self, rows: Rows[Row]) -> Attention:
         return self.plan  # type: ignore[no-any-return]

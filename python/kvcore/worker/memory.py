@@ -6,15 +6,9 @@ disappeared by page keys, so that a router can be told. Not thread-safe: one eng
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from kvcore.worker.request import Sequence
-
-
-class KeyExtender(Protocol):
-    """Names key units beyond those that came with a request (its generated tokens)."""
-
-    def __call__(self, namespace: bytes, parent: bytes, tokens: Any) -> list[bytes]: ...
 
 
 class PageMemory:
@@ -77,14 +71,14 @@ class PageMemory:
             self._follow_tree({})
         return True
 
-    def publish(self, seq: Sequence, extra_keys: tuple[bytes, ...] = ()) -> None:
-        """Makes the whole computed pages of ``seq`` findable; ``extra_keys`` follow the request's."""
+    def publish(self, seq: Sequence) -> None:
+        """Makes the whole computed pages of ``seq`` findable."""
         whole = seq.num_computed // self.page_size
         if whole <= seq.num_published:
             return
         pages: list[int] = seq.pages[:whole].tolist()
         tokens = seq.token_ids[: whole * self.page_size]
-        offered = self._page_keys(seq.request.keys + extra_keys, pages, seq.num_published)
+        offered = self._page_keys(tuple(seq.request.keys), pages, seq.num_published)
         self.tree.insert(seq.request.namespace, tokens, pages)
         self._follow_tree(offered)
         seq.num_published = whole
@@ -119,7 +113,7 @@ class PageMemory:
                 self._removed.extend(self._keys.pop(page, ()))
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys (stored, removed) since the last call; a key gone again within it is only removed."""
+        """Keys (stored, removed) since the last call."""
         stored, removed = self._stored, self._removed
         self._stored, self._removed = [], []
         return stored, removed

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcore.worker.request import MAX_LOGPROBS, SamplingParams
+from kvcore.worker.request import MAX_LOGPROBS, Request
 
 _NUCLEUS = 1024  # most nuclei lie within so many tokens: sorting the whole vocabulary is rare
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -61,7 +61,7 @@ def _draw_nucleus(
 
 
 def _draw(
-    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+    logits: torch.Tensor, params: Sequence[Request], positions: Sequence[int]
 ) -> torch.Tensor:
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64)
     scaled = logits.double()
@@ -85,9 +85,7 @@ def _draw(
     return tokens
 
 
-def _with_logprobs(
-    logits: torch.Tensor, tokens: list[int], counts: Sequence[int]
-) -> list[Sampled]:
+def _with_logprobs(logits: torch.Tensor, tokens: list[int], counts: Sequence[int]) -> list[Sampled]:
     logprobs = torch.log_softmax(logits.double(), dim=-1)
     chosen = logprobs[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
     top = torch.topk(logprobs, min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
@@ -99,13 +97,13 @@ def _with_logprobs(
 
 
 def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+    logits: torch.Tensor, params: Sequence[Request], positions: Sequence[int]
 ) -> list[Sampled | None]:
     """Chooses one token per row.
 
     Args:
         logits: float32 [rows, vocab].
-        params: per row; positions: absolute position of the token to choose, per row.
+        params: the request of each row; positions: where its chosen token will stand.
     Returns: per row the choice, or None where the logits are not finite.
     """
     peaks, best = logits.max(dim=-1)

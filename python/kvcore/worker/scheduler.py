@@ -1,4 +1,4 @@
-"""Which rows the next step computes: continuous batching with chunked prefill, first come first served.
+"""Which rows the next step computes: continuous batching with chunked prefill, first in, first out.
 
 Pure: no clock, thread or tensor. Decode rows always run; prompts are cut into chunks that share a
 token budget with them. A sequence gets pages for all its tokens on admission and grows by frames;
@@ -8,7 +8,6 @@ when pages run out, the latest admitted sequence is put back in front of the que
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcore.errors import InvalidArgument
@@ -35,9 +34,8 @@ class Row:
 class Scheduler:
     """Queues of one engine.
 
-    ``admit`` is called with each sequence that got its pages and says whether it may run now (True)
-    or must receive its pages first (False; ``received`` starts it). ``decodes`` tells whether
-    sequences here grow beyond their prompt.
+    ``decodes``: sequences here grow beyond their prompt. ``receives``: on its first admission a
+    sequence waits for its pages' contents until ``received`` starts it.
     """
 
     def __init__(
@@ -45,8 +43,8 @@ class Scheduler:
         memory: PageMemory,
         token_budget: int = 512,
         max_running: int = 64,
-        admit: Callable[[Sequence], bool] | None = None,
         decodes: bool = True,
+        receives: bool = False,
     ) -> None:
         for name, value in (("token_budget", token_budget), ("max_running", max_running)):
             if value < 1:
@@ -58,8 +56,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.receiving: list[Sequence] = []
-        self._admit_hook = admit or (lambda seq: True)
-        self._decodes = decodes
+        self._decodes, self._receives = decodes, receives
+        self._admitted: list[Sequence] = []
 
     @property
     def num_live(self) -> int:
@@ -110,6 +108,11 @@ class Scheduler:
                 budget -= rows[-1].count
         return rows
 
+    def take_admitted(self) -> list[Sequence]:
+        """Sequences admitted since the last call."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
     def _decode_rows(self) -> list[Row]:
         rows = []
         for seq in list(self.running):
@@ -119,7 +122,7 @@ class Scheduler:
         return rows
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Room for all tokens of ``seq``, preempting from the latest admitted; False if it was it."""
+        """Room for all tokens of ``seq``, preempting the latest admitted; False if that was it."""
         while not self.memory.grow(seq, seq.num_tokens):
             victim = self.running[-1]
             # Alone and still without room: its own cached prefix pins other frames' pages.
@@ -138,7 +141,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _chunk(self, seq: Sequence, budget: int) -> Row:
-        """The next tokens of ``seq``, ending with them or, if the budget allows, at a page's end."""
+        """The next tokens of ``seq``, to their end or, where the budget allows, a page's end."""
         end = min(seq.num_tokens, seq.num_computed + budget)
         if end < seq.num_tokens:
             whole_pages = end - end % self.memory.page_size
@@ -158,11 +161,12 @@ class Scheduler:
         self.waiting.popleft()
         if seq.admissions == 0:
             seq.cached_tokens = seq.num_computed
-        seq.admissions += 1
-        if self._admit_hook(seq):
-            seq.state = State.RUNNING
-            self.running.append(seq)
-        else:
+        if self._receives and seq.admissions == 0:
             seq.state = State.RECEIVING
             self.receiving.append(seq)
+        else:
+            seq.state = State.RUNNING
+            self.running.append(seq)
+        seq.admissions += 1
+        self._admitted.append(seq)
         return True

@@ -15,7 +15,7 @@ import torch
 
 from kvcore.pages import PageSpec, Pool
 from kvcore.worker.memory import PageMemory
-from kvcore.worker.request import Request, SamplingParams
+from kvcore.worker.request import Output, Request
 from kvcore.worker.sampling import sample
 
 VOCAB = 97
@@ -147,7 +147,11 @@ class Rig:
 
 
 def rig(
-    num_frames: int = 64, page_size: int = 16, extent: int = 2, max_position: int = 512, tree=DictTree
+    num_frames: int = 64,
+    page_size: int = 16,
+    extent: int = 2,
+    max_position: int = 512,
+    tree=DictTree,
 ) -> Rig:
     spec = PageSpec(1, 1, 32, page_size=page_size, extent_pages=extent, format="f32")
     pool = Pool(spec, num_frames, huge_pages=False)
@@ -155,39 +159,42 @@ def rig(
     return Rig(pool, made, PageMemory(pool, made), FakePlan(pool), FakeModel(max_position))
 
 
-def expected(prompt: list[int], count: int, sampling: SamplingParams | None = None) -> list[int]:
+def expected(prompt: list[int], count: int, **options) -> list[int]:
     """What the model generates, without pages: up to ``count`` tokens, ending with EOS."""
-    tokens, params = list(prompt), sampling or SamplingParams()
+    tokens, asked = list(prompt), request(0, prompt, **options)
     while len(tokens) < len(prompt) + count:
         logits = logits_of(hashes(np.array(tokens))[-1:])
-        tokens.append(sample(logits, [params], [len(tokens)])[0].token_id)
+        tokens.append(sample(logits, [asked], [len(tokens)])[0].token_id)
         if tokens[-1] == EOS:
             break
     return tokens[len(prompt) :]
 
 
 def request(name: int, prompt, max_tokens: int = 8, **options) -> Request:
-    sampling = options.pop("sampling", SamplingParams())
     tokens = np.asarray(prompt, dtype=np.int32)
-    return Request(name.to_bytes(16, "big"), tokens, max_tokens, sampling=sampling, **options)
+    return Request(name.to_bytes(16, "big"), tokens, max_tokens, **options)
 
 
-def run(engine, limit: int = 100_000) -> dict[int, list]:
+def name_of(output: Output) -> int:
+    return int.from_bytes(output.fields["request_id"], "big")
+
+
+def run(engine, limit: int = 100_000) -> dict[int, list[Output]]:
     """Steps until nothing is left: outputs per request number, in order."""
     outputs: dict[int, list] = {}
     while engine.has_work:
         for output in engine.step():
-            outputs.setdefault(int.from_bytes(output.request_id, "big"), []).append(output)
+            outputs.setdefault(name_of(output), []).append(output)
         limit -= 1
         assert limit > 0, "the engine makes no progress"
     return outputs
 
 
-def tokens_of(outputs: list) -> list[int]:
+def tokens_of(outputs: list[Output]) -> list[int]:
     """Token ids of one request's outputs, checked to be without gaps."""
     tokens: list[int] = []
     for output in outputs:
         if output.kind == "tokens":
-            assert output.first_index == len(tokens)
-            tokens += output.token_ids
+            assert output.fields["first_index"] == len(tokens)
+            tokens += output.fields["token_ids"]
     return tokens

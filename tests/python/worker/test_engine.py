@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from fakes import EOS, VOCAB, expected, request, rig, run, tokens_of
+from fakes import EOS, VOCAB, expected, name_of, request, rig, run, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import InvalidArgument, OutOfPages
 from kvcore.worker.engine import Engine
-from kvcore.worker.request import SamplingParams
 
 
 def make(parts, **options) -> Engine:
@@ -39,10 +38,15 @@ def test_one_request(size: int, budget: int) -> None:
     outputs = run(engine)[1]
     want = expected(prompt, 12)
     assert tokens_of(outputs) == want
-    end = outputs[-1]
-    assert (end.kind, end.reason) == ("finished", "stop" if want[-1] == EOS else "length")
-    assert (end.prompt_tokens, end.completion_tokens) == (size, len(want))
-    assert (end.cached_tokens, end.computed_prompt_tokens) == (0, size)
+    assert outputs[-1].kind == "finished"
+    assert outputs[-1].fields == {
+        "request_id": (1).to_bytes(16, "big"),
+        "reason": "stop" if want[-1] == EOS else "length",
+        "prompt_tokens": size,
+        "completion_tokens": len(want),
+        "cached_tokens": 0,
+        "computed_prompt_tokens": size,
+    }
     assert max(parts.model.rows_seen) <= budget
     assert_baseline(parts)
 
@@ -68,7 +72,7 @@ def test_decode_rows_go_on_while_a_long_prompt_is_cut_into_chunks() -> None:
     engine.step()
     engine.add(request(2, prompt_of(np.random.default_rng(0), 300), 4))
     for _ in range(9):
-        assert [o.request_id[-1] for o in engine.step()] == [1]
+        assert [name_of(o) for o in engine.step()] == [1]
     assert max(parts.model.rows_seen) <= 32
     assert 2 in run(engine)
 
@@ -96,13 +100,13 @@ def test_prefix_hit_equals_cold_and_is_counted() -> None:
     engine.add(request(2, prompt, 10))
     hit = run(engine)[2]
     assert tokens_of(hit) == tokens_of(cold)
-    assert (hit[-1].cached_tokens, hit[-1].computed_prompt_tokens) == (96, 4)
+    assert (hit[-1].fields["cached_tokens"], hit[-1].fields["computed_prompt_tokens"]) == (96, 4)
     longer = prompt + tokens_of(cold) + [3, 4]
     engine.add(request(3, longer, 10))
     turn = run(engine)[3]
     assert tokens_of(turn) == expected(longer, 10)
-    assert turn[-1].cached_tokens >= 96
-    assert engine.counters["cached_tokens"] == 96 + turn[-1].cached_tokens
+    assert turn[-1].fields["cached_tokens"] >= 96
+    assert engine.counters["cached_tokens"] == 96 + turn[-1].fields["cached_tokens"]
     assert_baseline(parts)
 
 
@@ -111,7 +115,7 @@ def test_other_namespace_is_no_hit() -> None:
     engine = make(parts)
     for name, namespace in ((1, b"a"), (2, b"b")):
         engine.add(request(name, list(range(64)), 2, namespace=namespace))
-        assert run(engine)[name][-1].cached_tokens == 0
+        assert run(engine)[name][-1].fields["cached_tokens"] == 0
 
 
 def test_the_prompt_is_findable_before_its_request_ends() -> None:
@@ -121,7 +125,7 @@ def test_the_prompt_is_findable_before_its_request_ends() -> None:
     engine.add(request(1, prompt, 50, ignore_eos=True))
     engine.step()
     engine.add(request(2, [*prompt, 5], 3))
-    assert run(engine)[2][-1].cached_tokens == 80
+    assert run(engine)[2][-1].fields["cached_tokens"] == 80
 
 
 @settings(max_examples=40, deadline=None)
@@ -137,10 +141,10 @@ def test_preemption_changes_no_token(data: st.DataObject) -> None:
     for name in range(data.draw(st.integers(2, 10))):
         prompt = shared[: int(rng.integers(0, 33))] + prompt_of(rng, int(rng.integers(1, 20)))
         prompt = prompt[:capacity]
-        sampling = SamplingParams(float(rng.integers(0, 2)), seed=int(rng.integers(0, 2**63)))
+        sampling = {"temperature": float(rng.integers(0, 2)), "seed": int(rng.integers(0, 2**63))}
         count = min(40, capacity + 1 - len(prompt))
-        want[name] = expected(prompt, count, sampling)
-        engine.add(request(name, prompt, 40, sampling=sampling))
+        want[name] = expected(prompt, count, **sampling)
+        engine.add(request(name, prompt, 40, **sampling))
     outputs = run(engine)
     assert {name: tokens_of(outputs[name]) for name in want} == want
     assert_baseline(parts)
@@ -154,7 +158,7 @@ def test_preempted_requests_are_recomputed_and_counted_apart() -> None:
         engine.add(request(name, prompt, 40, ignore_eos=True))
     outputs = run(engine)
     assert engine.scheduler.preemptions > 0
-    assert sum(o[-1].computed_prompt_tokens for o in outputs.values()) <= 60
+    assert sum(o[-1].fields["computed_prompt_tokens"] for o in outputs.values()) <= 60
     assert engine.counters["recomputed_tokens"] > 0
     assert_baseline(parts)
 
@@ -171,7 +175,7 @@ def test_a_lone_request_may_use_the_whole_pool_although_its_prefix_is_scattered(
     engine.add(request(9, prompt, full, ignore_eos=True))
     outputs = run(engine)[9]
     assert len(prompt) + len(tokens_of(outputs)) == full + 1
-    assert outputs[-1].reason == "length"
+    assert outputs[-1].fields["reason"] == "length"
     assert_baseline(parts)
 
 
@@ -180,7 +184,7 @@ def test_context_full_ends_with_length() -> None:
     engine = make(parts)
     engine.add(request(1, list(range(30)), 100, ignore_eos=True))
     end = run(engine)[1][-1]
-    assert (end.reason, end.completion_tokens) == ("length", 10)
+    assert (end.fields["reason"], end.fields["completion_tokens"]) == ("length", 10)
 
 
 def test_stop_tokens_and_ignore_eos() -> None:
@@ -191,7 +195,7 @@ def test_stop_tokens_and_ignore_eos() -> None:
     engine.add(request(1, prompt, 20, stop_token_ids=frozenset([want[3]])))
     stopped = run(engine)[1]
     assert tokens_of(stopped) == want[: want.index(want[3]) + 1]
-    assert stopped[-1].reason == "stop"
+    assert stopped[-1].fields["reason"] == "stop"
     for name, ignore in ((2, True), (3, False)):
         engine.model.config.eos_ids = (want[0],)
         engine.add(request(name, prompt, 5, ignore_eos=ignore))
@@ -199,24 +203,27 @@ def test_stop_tokens_and_ignore_eos() -> None:
 
 
 def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
-    sampling = SamplingParams(1.0, 0.9, seed=77)
+    sampling = {"temperature": 1.0, "top_p": 0.9}
     prompt = prompt_of(np.random.default_rng(2), 50)
-    want = expected(prompt, 15, sampling)
+    want = expected(prompt, 15, seed=77, **sampling)
     parts = rig()
     engine = make(parts, token_budget=24)
     for name in range(6):
-        engine.add(request(name, [name] * 30, 12, sampling=SamplingParams(1.0, seed=name)))
-    engine.add(request(9, prompt, 15, sampling=sampling))
+        engine.add(request(name, [name] * 30, 12, temperature=1.0, seed=name))
+    engine.add(request(9, prompt, 15, seed=77, **sampling))
     assert tokens_of(run(engine)[9]) == want
-    assert want != expected(prompt, 15, SamplingParams(1.0, 0.9, seed=78))
+    assert want != expected(prompt, 15, seed=78, **sampling)
 
 
 def test_logprobs_come_with_each_token() -> None:
     engine = make(rig())
-    engine.add(request(1, [1, 2], 3, sampling=SamplingParams(num_logprobs=2), ignore_eos=True))
+    engine.add(request(1, [1, 2], 3, num_logprobs=2, ignore_eos=True))
     for output in run(engine)[1][:-1]:
-        assert output.top_ids[0] == output.token_ids[0] and len(output.top_logprobs) == 2
-        assert output.logprobs == [output.top_logprobs[0]]
+        assert (
+            output.fields["top_ids"][0] == output.fields["token_ids"][0]
+            and len(output.fields["top_logprobs"]) == 2
+        )
+        assert output.fields["logprobs"] == [output.fields["top_logprobs"][0]]
 
 
 def test_1000_requests_20_percent_cancelled_leave_the_pool_at_baseline() -> None:
@@ -236,12 +243,12 @@ def test_1000_requests_20_percent_cancelled_leave_the_pool_at_baseline() -> None
             del doomed[name]
         doomed = {n: wait - (n < started) for n, wait in doomed.items()}
         for output in engine.step():
-            outputs.setdefault(int.from_bytes(output.request_id, "big"), []).append(output)
-    ends = [o[-1].reason for o in outputs.values()]
+            outputs.setdefault(name_of(output), []).append(output)
+    ends = [o[-1].fields["reason"] for o in outputs.values()]
     assert len(ends) == 1000 and 100 < ends.count("cancelled") <= 200
     assert all(sum(o.kind != "tokens" for o in all_) == 1 for all_ in outputs.values())
     for name, all_ in outputs.items():
-        if all_[-1].reason != "cancelled":
+        if all_[-1].fields["reason"] != "cancelled":
             assert tokens_of(all_) == expected(prompts[name], len(tokens_of(all_)))
     assert_baseline(parts)
 
@@ -256,6 +263,13 @@ def test_what_can_never_be_answered_is_refused_by_name() -> None:
         ([-1], {}, "tokens"),
         ([1], {"max_tokens": 0}, "max_tokens"),
         ([1], {"deadline_s": float("nan")}, "deadline_s"),
+        ([1], {"temperature": -0.1}, "temperature"),
+        ([1], {"temperature": float("nan")}, "temperature"),
+        ([1], {"top_p": 0.0}, "top_p"),
+        ([1], {"top_p": 1.5}, "top_p"),
+        ([1], {"seed": -1}, "seed"),
+        ([1], {"seed": 1 << 64}, "seed"),
+        ([1], {"num_logprobs": 21}, "num_logprobs"),
     ):
         with pytest.raises(InvalidArgument, match=f"^{field} .*allowed"):
             engine.add(request(1, prompt, **options))
@@ -265,7 +279,7 @@ def test_what_can_never_be_answered_is_refused_by_name() -> None:
     with pytest.raises(InvalidArgument, match="already in use"):
         engine.add(request(1, [0]))
     end = run(engine)[1][-1]
-    assert (end.reason, end.completion_tokens) == ("length", 1)
+    assert (end.fields["reason"], end.fields["completion_tokens"]) == ("length", 1)
     assert not engine.cancel((1).to_bytes(16, "big"))
     assert_baseline(parts)
 
@@ -278,9 +292,9 @@ def test_deadline_ends_waiting_and_running_requests() -> None:
     engine.add(request(2, [1], 5, deadline_s=1.0))
     engine.step()
     now[0] = 1.5
-    assert [(o.request_id[-1], o.kind) for o in engine.step()] == [(2, "failed"), (1, "tokens")]
+    assert [(name_of(o), o.kind) for o in engine.step()] == [(2, "failed"), (1, "tokens")]
     now[0] = 2.5
-    assert [(o.kind, o.code) for o in engine.step()] == [("failed", "timeout")]
+    assert [(o.kind, o.fields["code"]) for o in engine.step()] == [("failed", "timeout")]
     assert not engine.has_work
     assert_baseline(parts)
 
@@ -292,10 +306,12 @@ def test_a_failing_step_fails_its_requests_only() -> None:
     good = parts.model.forward
     parts.model.forward = lambda *args: (_ for _ in ()).throw(RuntimeError("broken kernel"))
     failed = engine.step()
-    assert [(o.kind, o.code, o.retryable) for o in failed] == [("failed", "internal", 1)]
+    assert [(o.kind, o.fields["code"], o.fields["retryable"]) for o in failed] == [
+        ("failed", "internal", 1)
+    ]
     parts.model.forward = lambda *args: torch.full_like(good(*args), float("nan"))
     engine.add(request(2, [1, 2, 3], 5))
-    assert [(o.kind, o.code) for o in engine.step()] == [("failed", "internal")]
+    assert [(o.kind, o.fields["code"]) for o in engine.step()] == [("failed", "internal")]
     parts.model.forward = good
     engine.add(request(3, [1, 2, 3], 5))
     assert tokens_of(run(engine)[3]) == expected([1, 2, 3], 5)
