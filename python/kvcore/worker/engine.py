@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,12 +29,6 @@ _DTYPE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf1
 def error_code(error: Exception) -> str:
     """The wire's name of an error: ``InvalidArgument`` is ``invalid_argument``."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
-
-
-class Attention(Protocol):
-    """Appends a step's K and V to pages and attends, layer by layer (a plan, or a layer step)."""
-
-    def run_ptr(self, *args: Any) -> Any: ...
 
 
 class Engine:
@@ -84,8 +78,6 @@ class Engine:
         self.idle = True  # the last step had no rows
         self._live: dict[bytes, Sequence] = {}
         self._outputs: list[Output] = []
-        self._arrays = BatchArrays(max_running)
-        self._out = torch.empty(0)
 
     # Requests in, outputs out.
 
@@ -181,13 +173,12 @@ class Engine:
                 self._sampled(seq, token)
 
     def _forward(self, rows: list[Row]) -> torch.Tensor:
-        arrays = self._arrays
-        arrays.fill(rows)
+        arrays = BatchArrays.of(rows)
         self.plan.prepare(arrays.cu_seqlens_q, arrays.context_lens, arrays.block_table)
         attention = self._attention(rows)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out = self._out_like(q, v)
+            out = torch.empty(q.shape[0], q.shape[1] * v.shape[2], dtype=q.dtype)
             attention.run_ptr(
                 layer, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(),
                 v.stride(0), out.data_ptr(), 0, _DTYPE_NAMES[q.dtype],
@@ -200,13 +191,6 @@ class Engine:
             )
         self.counters["steps"] += 1
         return logits
-
-    def _out_like(self, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Reused [T, Hq * Dv]: a layer's output is consumed before the next layer attends."""
-        rows, width = q.shape[0], q.shape[1] * v.shape[2]
-        if self._out.numel() < rows * width or self._out.dtype != q.dtype:
-            self._out = torch.empty(rows * width, dtype=q.dtype)
-        return self._out[: rows * width].view(rows, width)
 
     def _computed(self, row: Row) -> None:
         seq = row.seq
@@ -224,9 +208,7 @@ class Engine:
             seq,
             first_index=seq.num_tokens - seq.num_prompt,
             token_ids=[token.token_id],
-            logprobs=token.logprobs,
-            top_ids=token.top_ids,
-            top_logprobs=token.top_logprobs,
+            **token.chances(),
         )
         seq.token_ids[seq.num_tokens] = token.token_id
         seq.num_tokens += 1
@@ -292,8 +274,8 @@ class Engine:
         """Fields of ``finished`` that the role knows better."""
         return {}
 
-    def _attention(self, rows: Rows[Row]) -> Attention:
-        return self.plan  # type: ignore[no-any-return]
+    def _attention(self, rows: Rows[Row]) -> Any:
+        return self.plan
 
     def _sampled(self, seq: Sequence, token: Sampled) -> None:
         self._accept(seq, token)

@@ -1,6 +1,6 @@
 """The prefill and decode roles: an engine each, and between them a layer-wise stream of pages.
 
-The decode side owns the request's output. It grants pages for what its own prefix cache lacks; the
+The decode side owns the request's output. It grants pages for what its prefix cache lacks; the
 prefill side computes the prompt, publishes every (chunk, layer) as it is appended, samples the first
 token and sends it as the stream's payload. All layers or nothing: a broken hand-over frees both
 sides' pages and is reported as retryable.
@@ -8,43 +8,37 @@ sides' pages and is reported as retryable.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from kvcore import wire
 from kvcore.errors import Corrupt, InvalidArgument
 from kvcore.stream import LayerStep
-from kvcore.worker.engine import Attention, Engine
+from kvcore.worker.engine import Engine
 from kvcore.worker.request import Request, Sequence, State
 from kvcore.worker.sampling import Sampled
 from kvcore.worker.scheduler import Row
 
-_HEADER = struct.Struct("<iHHQ")  # token id, logprobs (0 or 1), alternatives, cached tokens
 
-
-def pack_first(token: Sampled, cached_tokens: int) -> bytes:
-    """The stream's payload: the first token and how many tokens the prefill side had cached."""
-    return (
-        _HEADER.pack(token.token_id, len(token.logprobs), len(token.top_ids), cached_tokens)
-        + np.array(token.logprobs + token.top_logprobs, dtype="<f8").tobytes()
-        + np.array(token.top_ids, dtype="<i4").tobytes()
-    )
+def pack_first(token: Sampled, seq: Sequence) -> bytes:
+    """The stream's payload: what the prefill side did, and the first token, as two messages."""
+    done = {"request_id": seq.request_id, "cached_tokens": seq.cached_tokens}
+    head = wire.encode("prefilled", done)
+    chosen = {"request_id": seq.request_id, "token_ids": [token.token_id], **token.chances()}
+    return len(head).to_bytes(4, "little") + head + wire.encode("tokens", chosen)
 
 
 def unpack_first(payload: bytes, vocab_size: int) -> tuple[Sampled, int]:
-    """What ``pack_first`` packed. Raises Corrupt."""
-    try:
-        token_id, chosen, top, cached = _HEADER.unpack_from(payload)
-        values = np.frombuffer(payload, "<f8", chosen + top, _HEADER.size).tolist()
-        ids = np.frombuffer(payload, "<i4", top, _HEADER.size + 8 * (chosen + top)).tolist()
-    except (struct.error, ValueError) as error:
-        raise Corrupt(f"payload of {len(payload)} bytes is no first token: {error}") from error
-    if not 0 <= token_id < vocab_size:
-        raise Corrupt(f"payload has token_id {token_id}; allowed: 0..{vocab_size - 1}")
-    return Sampled(token_id, values[:chosen], ids, values[chosen:]), cached
+    """The first token and how many the prefill side had cached. Raises Corrupt."""
+    cut = 4 + int.from_bytes(payload[:4], "little")
+    _, done = wire.decode(payload[4:cut])
+    kind, chosen = wire.decode(payload[cut:])
+    ids = chosen.get("token_ids", [])
+    if kind != "tokens" or len(ids) != 1 or not 0 <= ids[0] < vocab_size:
+        raise Corrupt(f"the payload holds {kind} with token_ids {ids}, not a first token")
+    token = Sampled(ids[0], chosen["logprobs"], chosen["top_ids"], chosen["top_logprobs"])
+    return token, int(done.get("cached_tokens", 0))
 
 
 class DecodeEngine(Engine):
@@ -197,13 +191,13 @@ class PrefillEngine(Engine):
             for layer in range(self.memory.pool.spec.num_layers):
                 handover.sender.publish(layer, 0, cached, seq.page_size)
 
-    def _attention(self, rows: Rows[Row]) -> Attention:
+    def _attention(self, rows: Rows[Row]) -> Any:
         senders = [(row.seq.extra.sender, index) for index, row in enumerate(rows)]
-        return LayerStep(self.plan, senders)  # type: ignore[no-any-return]
+        return LayerStep(self.plan, senders)
 
     def _sampled(self, seq: Sequence, token: Sampled) -> None:
-        """The prompt is done: the stream keeps the pages it still reads, the cache keeps the rest."""
-        seq.extra.sender.commit(pack_first(token, seq.cached_tokens))
+        """The prompt is done: the stream holds the pages it still reads, the cache the rest."""
+        seq.extra.sender.commit(pack_first(token, seq))
         seq.extra.committed_s = self.clock()
         del self._live[seq.request_id]
         self._sending[seq.request_id] = seq

@@ -26,8 +26,8 @@ Deliver = Callable[[list[Output], list[bytes], list[bytes]], None]
 class EngineLoop:
     """Runs ``engine`` in a thread of its own.
 
-    ``deliver(outputs, stored_keys, removed_keys)`` is called in that thread after each turn that has
-    something to tell. ``submit`` is thread-safe.
+    ``deliver(outputs, stored_keys, removed_keys)`` is called in that thread after each turn with
+    something to tell. ``submit`` is thread-safe; ``stats`` are those after the last turn.
     """
 
     def __init__(self, engine: Engine, deliver: Deliver) -> None:
@@ -36,7 +36,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[tuple[bytes, Command]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
-        self.stats = engine.stats()  # of the last turn
+        self.stats = engine.stats()
         self._poller = select.poll()
         self._poller.register(self._wake_fd, select.POLLIN)
         if engine.event_fd >= 0:
@@ -59,6 +59,11 @@ class EngineLoop:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are requests or commands left."""
+        return self.engine.has_work or not self._commands.empty()
 
     def _run(self) -> None:
         engine = self.engine

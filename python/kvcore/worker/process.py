@@ -20,7 +20,7 @@ from typing import Any
 
 from kvcore import wire
 from kvcore.config import WorkerLaunch
-from kvcore.errors import InvalidArgument, KvcoreError, Unauthenticated
+from kvcore.errors import InternalError, InvalidArgument, KvcoreError, Unauthenticated
 from kvcore.worker.loop import EngineLoop
 from kvcore.worker.request import Output, Request
 
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 ASKED_BY = {"mono": "generate", "decode": "reserve", "prefill": "prefill"}
 DRAIN_LIMIT_S = 10.0
 ORPHAN_LIMIT_S = 60.0  # a worker whose router does not come back leaves
+_RETRY_S = 0.05
 _KEYS_PER_MESSAGE = 4096
 
 
@@ -76,35 +77,33 @@ class WorkerProcess:
             self.engine_loop.stop()
 
     async def _serve(self) -> int:
-        lost_at, delay = time.monotonic(), 0.05
-        while not self._stop.is_set():
+        seen, delay = time.monotonic(), _RETRY_S
+        while self.engine_loop.alive and not self._stop.is_set():
+            self._greeted = False
             try:
-                connection = await self._connect()
+                key = Path(self.launch.key_file).read_bytes() if self.launch.key_file else b""
+                await self._session(await wire.connect(self.launch.router, key, self.launch.role))
             except (KvcoreError, OSError) as error:
-                if time.monotonic() - lost_at > ORPHAN_LIMIT_S:
-                    log.error("no router at %s: %s", self.launch.router, error)
-                    return 1
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), delay)
-                delay = min(2 * delay, 1.0)
-                continue
-            await self._session(connection)
-            lost_at, delay = time.monotonic(), 0.05
-        return 0
+                log.warning("no router at %s: %s", self.launch.router, error)
+            if self._greeted:
+                seen, delay = time.monotonic(), _RETRY_S
+            elif time.monotonic() - seen > ORPHAN_LIMIT_S:
+                return 1
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), delay)
+            delay = min(2 * delay, 1.0)
+        return 0 if self.engine_loop.alive else 1
 
-    async def _connect(self) -> Any:
-        key = Path(self.launch.key_file).read_bytes() if self.launch.key_file else b""
-        return await wire.connect(self.launch.router, key, self.launch.role)
-
-    async def _session(self, connection: Any) -> None:
+    async def _session(self, connection: wire.Connection) -> None:
         """One life of the connection: hello, then messages both ways until either side ends it."""
         self._outbox = asyncio.Queue()
-        jobs = []
+        jobs: list[asyncio.Task[None]] = []
         try:
             await connection.send("hello", self._hello)
             kind, fields = await connection.recv()
             if kind != "hello_ack":
                 raise Unauthenticated(f"the router answered hello with {kind}")
+            self._greeted = True
             self._send_snapshot()
             period_s = fields["heartbeat_ms"] / 1e3
             jobs = [
@@ -119,8 +118,6 @@ class WorkerProcess:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
             for job in done:
                 job.result()
-        except (KvcoreError, OSError, EOFError) as error:
-            log.warning("lost the router: %s", error)
         finally:
             self._outbox = None
             for job in jobs:
@@ -143,7 +140,7 @@ class WorkerProcess:
 
     # Router to worker.
 
-    async def _receive(self, connection: Any) -> None:
+    async def _receive(self, connection: wire.Connection) -> None:
         while True:
             kind, fields = await connection.recv()
             self._handle(kind, fields)
@@ -221,7 +218,7 @@ class WorkerProcess:
 
         self.engine_loop.submit(command)
 
-    async def _send(self, connection: Any) -> None:
+    async def _send(self, connection: wire.Connection) -> None:
         assert self._outbox is not None
         while True:
             await connection.send(*await self._outbox.get())
@@ -235,16 +232,16 @@ class WorkerProcess:
             fields["stats_names"] = [name for name in stats if name not in named]
             fields["stats_values"] = [stats[name] for name in fields["stats_names"]]
             self._put("heartbeat", fields)
-            if self._draining and not self._engine.has_work and not told_drained:
+            if self._draining and not self.engine_loop.busy and not told_drained:
                 told_drained = True
                 self._put("drained", {})
             await asyncio.sleep(period_s)
-        raise SystemExit("the engine's thread ended")
+        raise InternalError("the engine's thread ended")
 
     async def _leave(self) -> None:
         """Returns when SIGTERM came and the running requests have ended, or had their time."""
         await self._stop.wait()
         until = time.monotonic() + DRAIN_LIMIT_S
-        while self._engine.has_work and time.monotonic() < until:
+        while self.engine_loop.busy and time.monotonic() < until:
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.02)  # the last outputs are on their way out

@@ -28,6 +28,14 @@ class Sampled:
     top_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
 
+    def chances(self) -> dict[str, list[float] | list[int]]:
+        """The fields of a ``tokens`` message beside the token."""
+        return {
+            "logprobs": self.logprobs,
+            "top_ids": self.top_ids,
+            "top_logprobs": self.top_logprobs,
+        }
+
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
