@@ -9,6 +9,7 @@ namespace kvcore::bindings {
 void bind_base(py::module_ m);
 void bind_kernels(py::module_ m);
 void bind_pages(py::module_ m);
+void bind_wire(py::module_ m);
 }  // namespace kvcore::bindings
 
 PYBIND11_MODULE(_core, m) {
@@ -18,4 +19,5 @@ PYBIND11_MODULE(_core, m) {
   bind_base(m.def_submodule("base"));
   bind_kernels(m.def_submodule("kernels"));
   bind_pages(m.def_submodule("pages"));
+  bind_wire(m.def_submodule("wire"));
 }
