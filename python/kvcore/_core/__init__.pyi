@@ -1,0 +1,4 @@
+# Types of the extension module; each csrc/bindings/bind_<room>.cpp has its stub beside this file.
+from . import pages as pages
+
+__version__: str
