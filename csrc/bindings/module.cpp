@@ -12,6 +12,7 @@ void bind_kernels(py::module_ m);
 void bind_ops(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_prefix(py::module_ m);
+void bind_sched(py::module_ m);
 void bind_wire(py::module_ m);
 void bind_probe(py::module_ m);
 }  // namespace kvcore::bindings
@@ -26,6 +27,7 @@ PYBIND11_MODULE(_core, m) {
   bind_ops(m.def_submodule("ops"));
   bind_pages(m.def_submodule("pages"));
   bind_prefix(m.def_submodule("prefix"));
+  bind_sched(m.def_submodule("sched"));
   bind_wire(m.def_submodule("wire"));
   bind_probe(m.def_submodule("probe"));
 }
