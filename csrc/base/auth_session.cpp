@@ -43,14 +43,17 @@ Error unauthenticated(std::string message) {
   return {ErrorCode::kUnauthenticated, std::move(message)};
 }
 
+// Keys here have 32 bytes, which BLAKE2b always takes.
+Digest32 digest_of(Bytes data, Bytes key) { return *blake2b_256(data, key); }
+
 Mac mac_of(Bytes key, std::uint64_t sequence, std::initializer_list<Bytes> parts) {
   std::array<std::byte, 8> number;
   for (std::size_t i = 0; i < 8; ++i) number[i] = static_cast<std::byte>(sequence >> (8 * i));
-  Blake2b hash(16, key);
+  Blake2b hash = *Blake2b::make(16, key);
   hash.update(number);
   for (const Bytes part : parts) hash.update(part);
   Mac mac;
-  hash.final(mac);
+  hash.finish(mac);
   return mac;
 }
 
@@ -75,7 +78,8 @@ Result<AuthSession> AuthSession::make(Side side, Bytes key, std::string_view lab
 
 std::vector<std::byte> AuthSession::frame(std::uint8_t step, Bytes body) const {
   std::vector<std::byte> out;
-  append(&out, std::as_bytes(std::span(kMagic)));
+  out.reserve(kHeader + body.size());
+  for (const char c : kMagic) out.push_back(static_cast<std::byte>(c));
   out.push_back(std::byte{kVersion});
   out.push_back(std::byte{step});
   append_u16(&out, body.size());
@@ -184,8 +188,8 @@ Status AuthSession::on_reply(Bytes, Bytes body, std::vector<std::byte>* out) {
 }
 
 void AuthSession::derive() {
-  const auto prk = blake2b<32>(transcript_, key_);
-  const auto part = [&](std::string_view role) { return blake2b<32>(bytes_of(role), prk); };
+  const auto prk = digest_of(transcript_, key_);
+  const auto part = [&](std::string_view role) { return digest_of(bytes_of(role), prk); };
   const bool initiator = side_ == Side::kInitiator;
   proof_own_ = part(initiator ? "proof of the initiator" : "proof of the responder");
   proof_peer_ = part(initiator ? "proof of the responder" : "proof of the initiator");
