@@ -13,6 +13,7 @@ void bind_ops(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_wire(py::module_ m);
 void bind_probe(py::module_ m);
+void bind_prefix(py::module_ m);
 }  // namespace kvcore::bindings
 
 PYBIND11_MODULE(_core, m) {
@@ -26,4 +27,5 @@ PYBIND11_MODULE(_core, m) {
   bind_pages(m.def_submodule("pages"));
   bind_wire(m.def_submodule("wire"));
   bind_probe(m.def_submodule("probe"));
+  bind_prefix(m.def_submodule("prefix"));
 }

@@ -3,5 +3,6 @@ from . import base as base
 from . import keys as keys
 from . import kernels as kernels
 from . import pages as pages
+from . import prefix as prefix
 
 __version__: str
