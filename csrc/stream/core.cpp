@@ -130,7 +130,8 @@ Result<std::shared_ptr<SendPort>> Core::open(std::span<const std::byte> bytes,
     return peer.error();
   }
   const std::uint64_t id = next_sender_++;
-  auto port = std::make_shared<SendPort>(id, g.request_id, g.shape(), g.first_token, inbox_);
+  auto port = std::make_shared<SendPort>(id, g.request_id, g.shape(), g.first_token, &pool_->view(),
+                                         inbox_);
   auto [it, fresh] = outgoing_.emplace(
       id, Outgoing{Sender(g.request_id, g.shape(), g.grant, local_host_id(), now_ns + g.ttl_ns,
                           options_.limits),
