@@ -5,5 +5,6 @@ from . import keys as keys
 from . import pages as pages
 from . import prefix as prefix
 from . import sched as sched
+from . import stream as stream
 
 __version__: str
