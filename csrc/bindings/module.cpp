@@ -6,6 +6,8 @@
 namespace py = pybind11;
 
 namespace kvcore::bindings {
+void bind_base(py::module_ m);
+void bind_kernels(py::module_ m);
 void bind_pages(py::module_ m);
 }  // namespace kvcore::bindings
 
@@ -13,5 +15,7 @@ PYBIND11_MODULE(_core, m) {
   using namespace kvcore::bindings;
   m.attr("__version__") = KVCORE_VERSION;
   register_errors();
+  bind_base(m.def_submodule("base"));
+  bind_kernels(m.def_submodule("kernels"));
   bind_pages(m.def_submodule("pages"));
 }
