@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcore import _core
+from kvcore import kernels
 
 _CODES = {torch.float32: 0, torch.bfloat16: 2}
 
@@ -33,7 +33,7 @@ class Elementwise:
         rows, dim = x.shape
         out = torch.empty_like(x)
         added = 0 if delta is None else delta.data_ptr()
-        _core.kernels.rms_norm_ptr(
+        kernels.rms_norm_ptr(
             x.data_ptr(),
             dim,
             added,
@@ -62,7 +62,7 @@ class Elementwise:
             q_norm, k_norm: ``[D]`` weights of an RMS norm per head before that, or None.
         """
         rows, total, dim = heads.shape
-        _core.kernels.rope_ptr(
+        kernels.rope_ptr(
             heads.data_ptr(),
             total * dim,
             rotation.data_ptr(),
@@ -80,5 +80,5 @@ class Elementwise:
         """``silu(gate) * up`` of ``[T, 2 * I]`` -> ``[T, I]``."""
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
-        _core.kernels.silu_mul_ptr(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, self._code)
+        kernels.silu_mul_ptr(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, self._code)
         return out

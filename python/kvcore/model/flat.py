@@ -8,6 +8,7 @@ a prefix hit agree exactly.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,12 @@ from torch.nn import functional
 from kvcore.errors import InvalidArgument, Unsupported
 from kvcore.model.config import ModelConfig, model_config
 from kvcore.model.elementwise import Elementwise
+from kvcore.model.hugepages import collapse_resident_memory
 from kvcore.model.rope import RopeTable, rope_config
 from kvcore.model.weights import Linear, WeightFiles
 
+log = logging.getLogger(__name__)
+HUGE_PAGES_FROM_BYTES = 64 << 20
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -81,6 +85,7 @@ class FlatDecoder:
                 self._read_layer(files, f"model.layers.{i}.", inner)
                 for i in range(self.config.num_layers)
             ]
+        self.huge_page_bytes = self._use_huge_pages()
 
     @property
     def row_invariant(self) -> bool:
@@ -132,6 +137,17 @@ class FlatDecoder:
             following = self._norm if index == last else self._layers[index + 1].input_norm
             h = ops.rms_norm(x, following, layer.down(ops.silu_mul(layer.gate_up(h))))
         return self._head(h).float()
+
+    def _use_huge_pages(self) -> int:
+        """Bytes of this process in huge pages; small models fit the translation cache anyway."""
+        layer = self._layers[0]
+        shapes = [layer.qkv, layer.out, layer.gate_up, layer.down]
+        held = sum(x.in_features * x.out_features for x in shapes) * len(self._layers)
+        if held * self.dtype.itemsize < HUGE_PAGES_FROM_BYTES:
+            return 0
+        huge, looked_at = collapse_resident_memory()
+        log.info("packed weights: %d of %d MiB in huge pages", huge >> 20, looked_at >> 20)
+        return huge
 
     def _read_layer(self, files: WeightFiles, prefix: str, inner: int) -> _Layer:
         c, dtype = self.config, self.dtype
