@@ -1,0 +1,193 @@
+#include "transport/grants.h"
+
+#include <fcntl.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/text.h"
+
+namespace kvcore::transport {
+
+GrantTable::~GrantTable() {
+  for (auto& [id, region] : regions_) {
+    if (region.view.fd >= 0) ::close(region.view.fd);
+  }
+}
+
+Result<RegionId> GrantTable::add_region(std::byte* base, std::uint64_t bytes, int memfd) {
+  if (base == nullptr) return invalid_argument("region base=null must point to memory");
+  if (bytes == 0 || bytes > (std::uint64_t{1} << 62))
+    return invalid_argument(text("region bytes=", bytes, " must be in [1, 2^62]"));
+  int fd = -1;
+  if (memfd >= 0) {
+    const off_t size = ::lseek(memfd, 0, SEEK_END);
+    if (size < 0 || static_cast<std::uint64_t>(size) < bytes)
+      return invalid_argument(
+          text("region bytes=", bytes, " exceeds its memfd, which has ", size, " bytes"));
+    fd = ::fcntl(memfd, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0) return Error{ErrorCode::kIo, text("fcntl(F_DUPFD_CLOEXEC): errno ", errno)};
+  }
+  const std::lock_guard lock(mu_);
+  const std::uint32_t id = next_region_++;
+  regions_.emplace(id, Region{{base, bytes, fd}});
+  return RegionId{id};
+}
+
+Status GrantTable::remove_region(RegionId id) {
+  const std::lock_guard fence(landing_);
+  const std::lock_guard lock(mu_);
+  const auto it = regions_.find(static_cast<std::uint32_t>(id));
+  if (it == regions_.end())
+    return Error{ErrorCode::kNotFound,
+                 text("region ", static_cast<std::uint32_t>(id), " is unknown")};
+  if (it->second.pins > 0)
+    return invalid_argument(text("region ", static_cast<std::uint32_t>(id), " is used by ",
+                                 it->second.pins, " operations; cancel them first"));
+  std::erase_if(grants_, [&](const auto& g) { return g.second.region == id; });
+  if (it->second.view.fd >= 0) ::close(it->second.view.fd);
+  regions_.erase(it);
+  return {};
+}
+
+Result<RegionView> GrantTable::region(RegionId id) const {
+  const std::lock_guard lock(mu_);
+  const auto it = regions_.find(static_cast<std::uint32_t>(id));
+  if (it == regions_.end())
+    return Error{ErrorCode::kNotFound,
+                 text("region ", static_cast<std::uint32_t>(id), " is unknown")};
+  return it->second.view;
+}
+
+std::vector<std::pair<RegionId, RegionView>> GrantTable::regions() const {
+  const std::lock_guard lock(mu_);
+  std::vector<std::pair<RegionId, RegionView>> out;
+  for (const auto& [id, region] : regions_) out.emplace_back(RegionId{id}, region.view);
+  return out;
+}
+
+Result<RegionView> GrantTable::pin(RegionId id, std::span<const Segment> segments) {
+  if (segments.empty() || segments.size() > kMaxSegments)
+    return invalid_argument(
+        text("segments: ", segments.size(), " given, must be in [1, ", kMaxSegments, "]"));
+  const std::lock_guard lock(mu_);
+  const auto it = regions_.find(static_cast<std::uint32_t>(id));
+  if (it == regions_.end())
+    return Error{ErrorCode::kNotFound,
+                 text("region ", static_cast<std::uint32_t>(id), " is unknown")};
+  std::uint64_t total = 0;
+  for (const Segment& s : segments) {
+    if (s.bytes == 0 || !range_inside(s.local_offset, s.bytes, it->second.view.bytes))
+      return invalid_argument(text("segment local_offset=", s.local_offset, " bytes=", s.bytes,
+                                   " must be non-empty and inside the region of ",
+                                   it->second.view.bytes, " bytes"));
+    if (s.bytes > kMaxOpBytes - total)
+      return invalid_argument(text("segments have more than ", kMaxOpBytes, " bytes in all"));
+    total += s.bytes;
+  }
+  ++it->second.pins;
+  return it->second.view;
+}
+
+void GrantTable::unpin(RegionId id) {
+  const std::lock_guard lock(mu_);
+  const auto it = regions_.find(static_cast<std::uint32_t>(id));
+  if (it != regions_.end() && it->second.pins > 0) --it->second.pins;
+}
+
+namespace {
+Result<std::vector<Range>> normalised(std::span<const Range> ranges, std::uint64_t region_bytes) {
+  if (ranges.empty()) return invalid_argument("grant ranges: none given");
+  std::vector<Range> sorted(ranges.begin(), ranges.end());
+  std::ranges::sort(sorted, {}, &Range::offset);
+  std::vector<Range> merged;
+  for (const Range& r : sorted) {
+    if (r.bytes == 0 || !range_inside(r.offset, r.bytes, region_bytes))
+      return invalid_argument(text("grant range offset=", r.offset, " bytes=", r.bytes,
+                                   " must be non-empty and inside the region of ", region_bytes,
+                                   " bytes"));
+    if (!merged.empty()) {
+      Range& last = merged.back();
+      if (r.offset < last.offset + last.bytes)
+        return invalid_argument(text("grant range offset=", r.offset, " overlaps the one before"));
+      if (r.offset == last.offset + last.bytes) {
+        last.bytes += r.bytes;
+        continue;
+      }
+    }
+    merged.push_back(r);
+  }
+  return merged;
+}
+}  // namespace
+
+Result<Grant> GrantTable::create(RegionId region, std::span<const Range> ranges, Rights rights,
+                                 std::int64_t expires_ns) {
+  KVCORE_ASSIGN_OR_RETURN(const RegionView view, this->region(region));
+  KVCORE_ASSIGN_OR_RETURN(auto merged, normalised(ranges, view.bytes));
+  GrantRef ref;
+  if (::getrandom(&ref, sizeof ref, 0) != static_cast<ssize_t>(sizeof ref))
+    return Error{ErrorCode::kIo, text("getrandom: errno ", errno)};
+  Grant grant{ref, region, rights, expires_ns, std::move(merged)};
+  const std::lock_guard lock(mu_);
+  if (!regions_.contains(static_cast<std::uint32_t>(region)))
+    return Error{ErrorCode::kNotFound, "region was unregistered meanwhile"};
+  grants_.insert_or_assign(ref.id, grant);
+  return grant;
+}
+
+void GrantTable::revoke(GrantRef ref) {
+  const std::lock_guard fence(landing_);
+  const std::lock_guard lock(mu_);
+  const auto it = grants_.find(ref.id);
+  if (it != grants_.end() && it->second.ref == ref) grants_.erase(it);
+}
+
+Result<std::byte*> GrantTable::locate(GrantRef ref, Rights right, Range range,
+                                      std::int64_t now) const {
+  const auto it = grants_.find(ref.id);
+  if (it == grants_.end() || it->second.ref != ref)
+    return Error{ErrorCode::kStale, "grant is unknown, revoked or of an old generation"};
+  const Grant& grant = it->second;
+  if (grant.expires_ns != 0 && now >= grant.expires_ns)
+    return Error{ErrorCode::kStale, "grant has expired"};
+  if ((static_cast<unsigned>(grant.rights) & static_cast<unsigned>(right)) == 0)
+    return invalid_argument(
+        text("grant does not allow ", right == Rights::kRead ? "reading" : "writing"));
+  auto pos = std::ranges::upper_bound(grant.ranges, range.offset, {}, &Range::offset);
+  if (pos == grant.ranges.begin() || range.bytes == 0 ||
+      !range_inside(range.offset - std::prev(pos)->offset, range.bytes, std::prev(pos)->bytes))
+    return invalid_argument(text("remote range offset=", range.offset, " bytes=", range.bytes,
+                                 " is not inside one granted range"));
+  return regions_.at(static_cast<std::uint32_t>(grant.region)).view.base + range.offset;
+}
+
+Status GrantTable::check(GrantRef ref, Rights right, std::span<const Range> ranges,
+                         std::int64_t now) const {
+  const std::lock_guard lock(mu_);
+  for (const Range& range : ranges) {
+    if (auto p = locate(ref, right, range, now); !p) return p.error();
+  }
+  return {};
+}
+
+Status GrantTable::with_range(GrantRef ref, Rights right, Range range, std::int64_t now,
+                              const std::function<void(std::byte*)>& use) const {
+  const std::lock_guard fence(landing_);
+  std::byte* target = nullptr;
+  {
+    const std::lock_guard lock(mu_);
+    KVCORE_ASSIGN_OR_RETURN(target, locate(ref, right, range, now));
+  }
+  use(target);
+  return {};
+}
+
+std::size_t GrantTable::num_grants() const {
+  const std::lock_guard lock(mu_);
+  return grants_.size();
+}
+
+}  // namespace kvcore::transport

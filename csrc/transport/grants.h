@@ -1,0 +1,76 @@
+// Regions and grants of one Transport, and the fence between them and landing bytes.
+//
+// Thread rules: all methods from any thread. Two locks: `mu_` (tables, held for microseconds) and
+// `landing_` (held while bytes land under a grant, <= kLandingBytes at a time; revoke and remove
+// take it, which is the fence). Posting takes only `mu_`, so a post never waits for a copy. Bounds:
+// every check is written so that no sum can overflow.
+#pragma once
+
+#include <functional>
+#include <mutex>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "transport/link.h"
+
+namespace kvcore::transport {
+
+inline constexpr std::uint64_t kLandingBytes = 1024UL * 1024;
+
+constexpr bool range_inside(std::uint64_t offset, std::uint64_t bytes,
+                            std::uint64_t limit) noexcept {
+  return offset <= limit && bytes <= limit - offset;
+}
+
+struct RegionView {
+  std::byte* base;
+  std::uint64_t bytes;
+  int fd;  // owned by the table; -1 = none
+};
+
+class GrantTable {
+ public:
+  GrantTable() = default;
+  ~GrantTable();
+  GrantTable(const GrantTable&) = delete;
+  GrantTable& operator=(const GrantTable&) = delete;
+
+  Result<RegionId> add_region(std::byte* base, std::uint64_t bytes, int memfd);
+  Status remove_region(RegionId id);
+  Result<RegionView> region(RegionId id) const;
+  std::vector<std::pair<RegionId, RegionView>> regions() const;
+
+  // A local operation: checks the segments' local side and pins the region until unpin.
+  Result<RegionView> pin(RegionId id, std::span<const Segment> segments);
+  void unpin(RegionId id);
+
+  Result<Grant> create(RegionId region, std::span<const Range> ranges, Rights rights,
+                       std::int64_t expires_ns);
+  void revoke(GrantRef ref);
+
+  // Does `ref` allow `right` on all of these ranges now? Stale, InvalidArgument (bounds, rights).
+  Status check(GrantRef ref, Rights right, std::span<const Range> ranges, std::int64_t now) const;
+
+  // check() of one range of <= kLandingBytes, then use(pointer to it) while the fence is held: a
+  // revoke_grant that has returned before this call makes it Stale; one during it waits.
+  Status with_range(GrantRef ref, Rights right, Range range, std::int64_t now,
+                    const std::function<void(std::byte*)>& use) const;
+
+  std::size_t num_grants() const;
+
+ private:
+  struct Region {
+    RegionView view;
+    std::uint64_t pins = 0;
+  };
+  Result<std::byte*> locate(GrantRef ref, Rights right, Range range, std::int64_t now) const;
+
+  mutable std::mutex landing_;  // taken before mu_
+  mutable std::mutex mu_;
+  std::unordered_map<std::uint32_t, Region> regions_;
+  std::unordered_map<std::uint64_t, Grant> grants_;  // by GrantRef::id
+  std::uint32_t next_region_ = 1;
+};
+
+}  // namespace kvcore::transport

@@ -1,0 +1,217 @@
+// The one interface through which registered bytes move between processes. It knows no pages.
+//
+// Transport  one per process (or per endpoint): regions, grants, listeners, links, one event queue.
+// Link       one peer: two-sided send of messages, one-sided write and read against a peer's grant.
+// Schemes    "tcp:HOST:PORT" ("tcp:127.0.0.1:0" picks a port, "tcp:[::1]:0" is IPv6),
+// "shm:/path.sock"
+//            (same host, same user), "loopback:NAME" (one process, deterministic; loopback.h).
+//
+// Threads    Every method of Transport and Link may be called from any thread and never waits for a
+//            peer. revoke_grant, unregister_region and close wait at most for a copy of <= 1 MiB
+//            that is under way. No callbacks: results come as events from Transport::poll, in one
+//            queue.
+// Errors     A posting call (send, write, read) that returns an error has posted nothing. A posted
+//            write or read ends in exactly one Completion, whatever happens, close() included. A
+//            send has no completion: it is delivered, or the link reports Down.
+// Memory     The local bytes of a write or read belong to the link from the posting call until its
+//            Completion has been queued; after that the link never reads or writes them again.
+//            Lists and messages are copied by the call.
+// Order      Within one link and one priority class things happen in posting order: the Arrival of
+// a
+//            write comes before the Arrival or Message of what was posted after it. Nothing is
+//            promised between classes or between links. Completions come in any order.
+// Meaning    Completion of a write: all bytes lie in the owner's memory, verified, and the owner's
+//            Arrival is in its queue. Arrival: all bytes of that write are readable by the owner's
+//            CPU. A write that fails may have changed bytes inside its granted ranges, never
+//            outside.
+// Fence      When revoke_grant has returned, no byte of any link lands in (or is served as valid
+// from)
+//            the ranges of that grant, so they may be reused at once. Writes under way end with
+//            Stale at the sender. Arrivals of this grant that were queued before stay in the queue.
+// Time       Nanoseconds of CLOCK_MONOTONIC (now_ns()); deadlines and expiries are absolute, 0 =
+// none. Units      bytes, nanoseconds, bytes per second.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "base/result.h"
+
+namespace kvcore::transport {
+
+enum class RegionId : std::uint32_t {};  // of one Transport, never reused
+enum class LinkId : std::uint64_t {};    // of one Transport, never reused
+enum class OpId : std::uint64_t {};      // of one Link, never reused, counts from 1
+
+// CLOCK_MONOTONIC in nanoseconds: the clock of every deadline, expiry and timestamp here.
+std::int64_t now_ns() noexcept;
+
+// Served in this order; a lower class moves only when no higher one can.
+enum class Priority : std::uint8_t { kStream = 0, kPrefetch = 1, kBackground = 2 };
+inline constexpr int kNumPriorities = 3;
+
+enum class Rights : std::uint8_t { kRead = 1, kWrite = 2, kReadWrite = 3 };
+
+// A range inside a region.
+struct Range {
+  std::uint64_t offset;
+  std::uint64_t bytes;
+};
+
+// What a peer must present: unguessable id, and the generation that dies with the grant.
+struct GrantRef {
+  std::uint64_t id = 0;
+  std::uint64_t generation = 0;
+  friend bool operator==(const GrantRef&, const GrantRef&) = default;
+};
+
+struct Grant {
+  GrantRef ref;
+  RegionId region;
+  Rights rights;
+  std::int64_t expires_ns;    // 0 = never
+  std::vector<Range> ranges;  // sorted by offset, no overlap, adjacent ranges merged
+};
+
+// One piece of a write or read: `bytes` between local_offset (in the local region of the operation)
+// and remote_offset (in the region of the grant; must lie inside one granted range).
+struct Segment {
+  std::uint64_t local_offset;
+  std::uint64_t remote_offset;
+  std::uint64_t bytes;
+};
+inline constexpr std::size_t kMaxSegments = 65536;  // of one operation
+inline constexpr std::uint64_t kMaxOpBytes = std::uint64_t{1} << 40;
+inline constexpr std::size_t kMaxMessageBytes = 1024UL * 1024;  // of one send
+
+struct OpOptions {
+  std::int64_t deadline_ns = 0;  // past it the operation ends with Timeout
+  Priority priority = Priority::kStream;
+  bool checksum = true;  // tcp: xxh3-64 per segment, verified on arrival;
+                         // loopback and shm copy memory to memory and ignore it
+};
+
+struct Up {  // the link is authenticated (both sides get it); posting was allowed before
+  LinkId link;
+  bool accepted;  // true: the peer connected to one of our listeners; fetch it by Transport::link
+};
+struct Completion {  // exactly one per posted write or read
+  LinkId link;
+  OpId op;
+  Status status;        // Timeout, Cancelled, Stale (grant), InvalidArgument (bounds, rights),
+                        // Corrupt, PeerDead, TransportError
+  std::uint64_t bytes;  // of the whole operation when ok, else 0
+};
+struct Arrival {  // a peer's write into our grant ended here
+  LinkId link;
+  GrantRef grant;
+  std::uint64_t tag;
+  std::uint64_t bytes;
+  std::int64_t at_ns;  // our clock, after the last byte was in place and verified
+  Status status;       // Corrupt: a checksum failed, the bytes must not be used; else ok
+};
+struct Message {  // a peer's send
+  LinkId link;
+  std::vector<std::byte> bytes;
+  std::int64_t at_ns;
+};
+struct Down {  // last event of a link; every pending operation has its Completion before it
+  LinkId link;
+  Status
+      status;  // ok: closed in order by the peer; Cancelled: closed by this side; PeerDead: process
+               // or connection gone, or silent for keepalive_ns; Unauthenticated; TransportError
+};
+using Event = std::variant<Up, Completion, Arrival, Message, Down>;
+
+struct LinkInfo {
+  LinkId id;
+  std::string scheme;  // "loopback", "shm", "tcp"
+  std::string peer_address;
+  std::string peer_identity;  // TransportOptions::identity of the peer, once Up
+  std::int64_t peer_pid;      // shm; else 0
+  bool up;
+  std::uint64_t bytes_out, bytes_in;  // payload of writes and reads, both directions
+  std::uint64_t messages_out, messages_in;
+  std::uint64_t outstanding_ops;
+  std::uint64_t queued_bytes;  // posted, not yet sent: what the pacing holds back
+};
+
+class Link {
+ public:
+  virtual ~Link() = default;
+  virtual LinkId id() const noexcept = 0;
+  // Two-sided: the peer gets a Message. Fails when the queue holds
+  // TransportOptions::max_queued_bytes.
+  virtual Status send(std::span<const std::byte> message,
+                      Priority priority = Priority::kStream) = 0;
+  // One-sided: the peer gets one Arrival{tag} when all segments have landed.
+  virtual Result<OpId> write(RegionId local, std::span<const Segment> segments, GrantRef grant,
+                             std::uint64_t tag, const OpOptions& options = {}) = 0;
+  // One-sided: bytes of the peer's grant (rights kRead) into our region; the peer gets no event.
+  virtual Result<OpId> read(RegionId local, std::span<const Segment> segments, GrantRef grant,
+                            const OpOptions& options = {}) = 0;
+  // Its Completion follows: Cancelled, or the result that was already on its way. Unknown ids are
+  // ignored. On shm a peer that is just copying is waited for (its stop, or its death).
+  virtual void cancel(OpId op) = 0;
+  // Token bucket for payload this side sends or, on shm, lets the peer pull; 0 = unlimited.
+  virtual void set_pacing(std::uint64_t bytes_per_second) = 0;
+  virtual LinkInfo info() const = 0;
+  // Ends the link: pending operations complete with Cancelled, then Down. Messages already queued
+  // are flushed first for at most 100 ms. Idempotent.
+  virtual void close() = 0;
+};
+
+struct TransportOptions {
+  std::string key;       // pre-shared, 0 or 32 bytes; empty only with loopback addresses and shm
+  std::string identity;  // <= 256 bytes, told to peers inside the handshake (worker id, digests)
+  std::int64_t handshake_ns = 2'000'000'000;  // connect and handshake, together
+  std::int64_t keepalive_ns = 2'000'000'000;  // a peer silent this long is dead; 0 = never
+  std::uint64_t pacing_bytes_per_s = 0;       // initial pacing of every link
+  std::uint64_t max_queued_bytes = 64UL * 1024 * 1024;  // messages of one link waiting to be sent
+  std::uint64_t max_unread_bytes = 64UL * 1024 * 1024;  // messages waiting in poll: past it links
+                                                        // stop receiving (the receiver's credits)
+  std::uint32_t max_outstanding_ops = 65536;            // of one link
+  std::uint32_t max_links = 1024;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;  // closes everything; outstanding Link pointers stay safe to call
+
+  // `base` must stay valid until unregister_region. memfd: the file that backs it from file offset
+  // 0, or -1. The descriptor is duplicated. Sources of writes and targets of reads-by-peers on shm
+  // need a memfd, since the peer maps it (read-only); the rest does not.
+  virtual Result<RegionId> register_region(std::byte* base, std::uint64_t bytes,
+                                           int memfd = -1) = 0;
+  // Revokes the grants of the region; InvalidArgument while operations of this side use it.
+  virtual Status unregister_region(RegionId region) = 0;
+
+  virtual Result<Grant> create_grant(RegionId region, std::span<const Range> ranges, Rights rights,
+                                     std::int64_t expires_ns = 0) = 0;
+  // The fence (see above). Unknown or already revoked grants: nothing to do.
+  virtual void revoke_grant(GrantRef grant) = 0;
+
+  // Returns the address with the port filled in. InvalidArgument: a tcp address that is not
+  // loopback while the key is empty.
+  virtual Result<std::string> listen(std::string_view address) = 0;
+  // Returns at once with a link to post on; Up or Down follows.
+  virtual Result<std::shared_ptr<Link>> connect(std::string_view address) = 0;
+  virtual std::shared_ptr<Link> link(LinkId id) const = 0;  // null once Down was queued
+
+  // Moves up to max_events events to the end of *events; returns how many. Never waits.
+  virtual std::size_t poll(std::vector<Event>* events, std::size_t max_events = 256) = 0;
+  // Readable while events wait: for epoll, asyncio, poll(2). Owned by the Transport.
+  virtual int event_fd() const noexcept = 0;
+  virtual void close() = 0;  // every link is closed, then listeners and the I/O thread; idempotent
+};
+
+// Handles every scheme but loopback, with one I/O thread.
+Result<std::unique_ptr<Transport>> make_transport(TransportOptions options = {});
+
+}  // namespace kvcore::transport
