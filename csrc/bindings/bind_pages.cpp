@@ -179,6 +179,7 @@ void bind_pool(py::module_& m) {
            },
            py::arg("page"))
       .def("_stats", &stats_tuple)
+      .def("set_faults", &Pool::set_faults, py::arg("faults"))
       .def("read_slice", &read_slice, py::arg("page"), py::arg("layer"))
       .def("write_slice", &write_slice, py::arg("page"), py::arg("layer"), py::arg("k"), py::arg("v"))
       .def_property_readonly("spec", &Pool::spec)

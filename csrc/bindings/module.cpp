@@ -8,6 +8,7 @@ namespace py = pybind11;
 namespace kvcore::bindings {
 void bind_base(py::module_ m);
 void bind_kernels(py::module_ m);
+void bind_keys(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_wire(py::module_ m);
 }  // namespace kvcore::bindings
@@ -18,6 +19,7 @@ PYBIND11_MODULE(_core, m) {
   register_errors();
   bind_base(m.def_submodule("base"));
   bind_kernels(m.def_submodule("kernels"));
+  bind_keys(m.def_submodule("keys"));
   bind_pages(m.def_submodule("pages"));
   bind_wire(m.def_submodule("wire"));
 }
