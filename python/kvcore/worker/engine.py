@@ -23,7 +23,7 @@ from kvcore.worker.scheduler import Row, Scheduler
 
 log = logging.getLogger(__name__)
 
-_DTYPE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in kvcore.kernels
 
 
 def error_code(error: Exception) -> str:
@@ -181,7 +181,7 @@ class Engine:
             out = torch.empty(q.shape[0], q.shape[1] * v.shape[2], dtype=q.dtype)
             attention.run_ptr(
                 layer, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(),
-                v.stride(0), out.data_ptr(), 0, _DTYPE_NAMES[q.dtype],
+                v.stride(0), out.data_ptr(), 0, _DTYPE_CODES[q.dtype],
             )  # fmt: skip
             return out
 
