@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvcore import _core
 from kvcore.worker.request import Sequence
 
 
@@ -15,15 +16,16 @@ class PageMemory:
     """The pages of one engine's sequences over one pool and one radix tree.
 
     ``key_unit`` tokens make one page key; keys are announced when the page holding the unit's last
-    token becomes findable, and withdrawn when that page is evicted.
+    token becomes findable, and withdrawn when that page is evicted. Prompts come with their keys;
+    those of generated tokens are made with ``secret``. Without a namespace nothing is shared.
     """
 
-    def __init__(self, pool: Any, tree: Any, key_unit: int = 64) -> None:
+    def __init__(self, pool: Any, tree: Any, secret: bytes = b"", key_unit: int = 64) -> None:
         self.pool = pool
         self.tree = tree
         self.page_size: int = pool.spec.page_size
         self.extent_pages: int = pool.spec.extent_pages
-        self.key_unit = key_unit
+        self.secret, self.key_unit = secret, key_unit
         self.num_frames: int = pool.stats().num_frames
         self.owned_frames = 0
         self._keys: dict[int, tuple[bytes, ...]] = {}
@@ -40,6 +42,8 @@ class PageMemory:
 
     def match(self, seq: Sequence) -> None:
         """Pins the longest cached prefix and gives it to ``seq``, which must hold nothing."""
+        if not seq.request.namespace:
+            return
         found = self.tree.match(seq.request.namespace, seq.token_ids[: seq.num_tokens])
         seq.hold(list(found.pages))
         seq.num_computed = found.num_tokens
@@ -74,11 +78,15 @@ class PageMemory:
     def publish(self, seq: Sequence) -> None:
         """Makes the whole computed pages of ``seq`` findable."""
         whole = seq.num_computed // self.page_size
-        if whole <= seq.num_published:
+        if whole <= seq.num_published or not seq.request.namespace:
             return
         pages: list[int] = seq.pages[:whole].tolist()
         tokens = seq.token_ids[: whole * self.page_size]
-        offered = self._page_keys(tuple(seq.request.keys), pages, seq.num_published)
+        keys = tuple(seq.request.keys)
+        if len(keys) < tokens.size // self.key_unit and self.secret:
+            chain = _core.keys.KeyChain(self.secret, seq.request.namespace, self.key_unit)
+            keys = tuple(chain.extend(tokens))
+        offered = self._page_keys(keys, pages, seq.num_published)
         self.tree.insert(seq.request.namespace, tokens, pages)
         self._follow_tree(offered)
         seq.num_published = whole
@@ -114,10 +122,11 @@ class PageMemory:
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
         """Keys (stored, removed) since the last call."""
-        stored, removed = self._stored, self._removed
+        events = self._stored, self._removed
         self._stored, self._removed = [], []
-        return stored, removed
+        return events
 
     def snapshot(self) -> list[bytes]:
-        """Every announced key."""
+        """Every announced key; what happened before is told by it."""
+        self._stored, self._removed = [], []
         return [key for keys in self._keys.values() for key in keys]

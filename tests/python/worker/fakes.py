@@ -172,6 +172,7 @@ def expected(prompt: list[int], count: int, **options) -> list[int]:
 
 def request(name: int, prompt, max_tokens: int = 8, **options) -> Request:
     tokens = np.asarray(prompt, dtype=np.int32)
+    options = {"namespace": b"n" * 32} | options
     return Request(name.to_bytes(16, "big"), tokens, max_tokens, **options)
 
 

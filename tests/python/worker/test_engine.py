@@ -7,6 +7,7 @@ from fakes import EOS, VOCAB, expected, name_of, request, rig, run, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcore import _core
 from kvcore.errors import InvalidArgument, OutOfPages
 from kvcore.worker.engine import Engine
 
@@ -113,7 +114,7 @@ def test_prefix_hit_equals_cold_and_is_counted() -> None:
 def test_other_namespace_is_no_hit() -> None:
     parts = rig()
     engine = make(parts)
-    for name, namespace in ((1, b"a"), (2, b"b")):
+    for name, namespace in ((1, b"a"), (2, b"b"), (3, b""), (4, b"")):  # b"": uncacheable
         engine.add(request(name, list(range(64)), 2, namespace=namespace))
         assert run(engine)[name][-1].fields["cached_tokens"] == 0
 
@@ -330,3 +331,18 @@ def test_key_events_follow_the_tree() -> None:
     run(engine)
     assert parts.memory.drain_events() == ([], [keys[0]])
     assert parts.memory.snapshot() == []
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_generated_tokens_get_keys_of_the_same_chain(page_size: int) -> None:
+    parts = rig(page_size=page_size, extent=1)
+    parts.memory.secret = secret = b"s" * 32
+    engine = make(parts)
+    prompt = prompt_of(np.random.default_rng(1), 100)
+    namespace = b"n" * 32
+    known = _core.keys.KeyChain(secret, namespace, 64).extend(np.array(prompt, np.int32))
+    engine.add(request(1, prompt, 200, ignore_eos=True, keys=known))
+    tokens = np.array(prompt + tokens_of(run(engine)[1]), np.int32)
+    whole = (tokens.size - 1) // max(page_size, 64) * max(page_size, 64)
+    want = _core.keys.KeyChain(secret, namespace, 64).extend(tokens[:whole])
+    assert sorted(parts.memory.drain_events()[0]) == sorted(want)
