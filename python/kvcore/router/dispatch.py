@@ -58,14 +58,14 @@ class PrefixIndex(Protocol):
         ...
 
 
-KeysOf = Callable[[Sequence[int]], "tuple[bytes, list[bytes]]"]
+KeysOf = Callable[[Worker, Sequence[int]], "tuple[bytes, list[bytes]]"]
 
 
 class Dispatcher:
     """Requests in flight and the workers that carry them.
 
     Args:
-        keys_of: tokens -> (namespace digest, keys of their whole units).
+        keys_of: (a worker, tokens) -> (namespace digest of what it runs, keys of whole units).
         max_queue: requests that may wait here; more are refused with ``no_capacity``.
         max_wait_s: longest wait here.
         max_attempts: times one request is dispatched.
@@ -117,8 +117,7 @@ class Dispatcher:
             text = f"{len(self._waiting)} requests are waiting already; try again later"
             self._actions.append(Deliver(ask.request_id, self._busy(text)))
             return self._take()
-        namespace, keys = self._keys_of(ask.tokens)
-        flight = Flight(ask, namespace, keys, now)
+        flight = Flight(ask, now)
         self._flights[ask.request_id] = flight
         self._room = True
         self._waiting.append(flight)
@@ -340,6 +339,9 @@ class Dispatcher:
                 flight.give_up = now + self._rejoin_wait_s
         while self._waiting and serving:
             flight = self._waiting[0]
+            if flight.keys is None:
+                any_worker = next(iter(self.workers.values()))
+                flight.namespace, flight.keys = self._keys_of(any_worker, flight.tokens)
             matched = self._index.query(flight.keys) if flight.keys else {}
             length = len(flight.ask.tokens) + len(flight.emitted)
             pair = choose(length, matched, self.workers.values(), flight.avoid)
@@ -409,8 +411,7 @@ class Dispatcher:
             self.counters["retries"] += 1
             flight.facts["error"] = failure
             flight.phase, flight.since = Phase.WAITING, now
-            if flight.emitted:
-                flight.namespace, flight.keys = self._keys_of(flight.tokens)
+            flight.keys = None if flight.emitted else flight.keys
             self._room = True
             self._waiting.appendleft(flight)
 
