@@ -19,9 +19,9 @@ class DictIndex:
         self.held: dict[bytes, set[bytes]] = {}
         self.verdict = "ok"
 
-    def apply(self, worker_id, incarnation, seq, stored, removed, snapshot) -> str:  # type: ignore[no-untyped-def]
+    def apply(self, worker_id, incarnation, seq, stored, removed) -> str:  # type: ignore[no-untyped-def]
         if self.verdict == "ok":
-            held = set() if snapshot else self.held.setdefault(worker_id, set())
+            held = self.held.setdefault(worker_id, set())
             self.held[worker_id] = (held | set(stored)) - set(removed)
         return self.verdict
 
