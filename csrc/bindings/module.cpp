@@ -10,6 +10,7 @@ void bind_base(py::module_ m);
 void bind_keys(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_wire(py::module_ m);
+void bind_prefix(py::module_ m);
 }  // namespace kvcore::bindings
 
 PYBIND11_MODULE(_core, m) {
@@ -20,4 +21,5 @@ PYBIND11_MODULE(_core, m) {
   bind_keys(m.def_submodule("keys"));
   bind_pages(m.def_submodule("pages"));
   bind_wire(m.def_submodule("wire"));
+  bind_prefix(m.def_submodule("prefix"));
 }

@@ -2,5 +2,6 @@
 from . import base as base
 from . import keys as keys
 from . import pages as pages
+from . import prefix as prefix
 
 __version__: str
