@@ -11,6 +11,7 @@ void bind_kernels(py::module_ m);
 void bind_keys(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_wire(py::module_ m);
+void bind_prefix(py::module_ m);
 }  // namespace kvcore::bindings
 
 PYBIND11_MODULE(_core, m) {
@@ -22,4 +23,5 @@ PYBIND11_MODULE(_core, m) {
   bind_keys(m.def_submodule("keys"));
   bind_pages(m.def_submodule("pages"));
   bind_wire(m.def_submodule("wire"));
+  bind_prefix(m.def_submodule("prefix"));
 }

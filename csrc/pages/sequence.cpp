@@ -1,5 +1,7 @@
 #include "pages/sequence.h"
 
+#include <algorithm>
+
 #include "base/text.h"
 
 namespace kvcore::pages {

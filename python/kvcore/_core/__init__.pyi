@@ -3,5 +3,6 @@ from . import base as base
 from . import kernels as kernels
 from . import keys as keys
 from . import pages as pages
+from . import prefix as prefix
 
 __version__: str

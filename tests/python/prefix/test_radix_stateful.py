@@ -1,0 +1,9 @@
+"""The radix tree over the pool never disagrees with a plain dict."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from radix_machine import RadixMachine
+
+RadixMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRadix = RadixMachine.TestCase
