@@ -13,7 +13,6 @@ from kvcore import kernels, model
 from kvcore.config import WorkerLaunch, deployment_secret, read_key_file
 from kvcore.errors import InvalidArgument
 from kvcore.pages import Pool
-from kvcore.prefix import RadixTree
 from kvcore.stream import Endpoint
 from kvcore.worker.engine import Engine
 from kvcore.worker.handoff import DecodeEngine, PrefillEngine
@@ -34,7 +33,7 @@ def build_worker(launch: WorkerLaunch, directory: Path) -> tuple[Engine, dict[st
             f"kv_bytes is {config.kv_bytes}; allowed: at least one frame of {spec.frame_bytes}"
         )
     pool = Pool(spec, num_frames)
-    memory = PageMemory(pool, RadixTree(pool), deployment_secret())
+    memory = PageMemory(pool, deployment_secret())
     threads = kernels.ThreadPool(config.threads, launch.cpus or None)
     plan = kernels.AttentionPlan(
         pool, loaded.config.num_q_heads, loaded.config.attention_scale, threads

@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in kvcore.kernels
 
 
-def error_code(error: Exception) -> str:
-    """The wire's name of an error: ``InvalidArgument`` is ``invalid_argument``."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
+def snake(name: str) -> str:
+    """The wire's name of an error class: ``InvalidArgument`` is ``invalid_argument``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 class Engine:
@@ -125,7 +125,7 @@ class Engine:
             try:
                 self._admitted(seq)
             except KvcoreError as error:
-                self._fail(seq, error_code(error), str(error), retryable=True)
+                self._fail(seq, snake(type(error).__name__), str(error), retryable=True)
         rows = [row for row in rows if row.seq.state is State.RUNNING]
         self.idle = not rows
         if rows:

@@ -22,6 +22,7 @@ from typing import Any
 from kvcore import wire
 from kvcore.config import WorkerLaunch, read_key_file
 from kvcore.errors import InternalError, InvalidArgument, KvcoreError, Unauthenticated
+from kvcore.prefix import PrefixEvents
 from kvcore.worker.loop import EngineLoop
 from kvcore.worker.request import Output, Request
 
@@ -188,14 +189,14 @@ class WorkerProcess:
 
     # Worker to router.
 
-    def _deliver(self, outputs: list[Output], stored: list[bytes], removed: list[bytes]) -> None:
+    def _deliver(self, outputs: list[Output], events: PrefixEvents) -> None:
         """In the engine's thread."""
 
         def put() -> None:
             for output in outputs:
                 self._put(*output)
-            if stored or removed:
-                self._put_events(stored, removed)
+            if any(events):
+                self._put_events(events)
 
         self._loop.call_soon_threadsafe(put)
 
@@ -203,25 +204,22 @@ class WorkerProcess:
         if self._outbox is not None:
             self._outbox.put_nowait((kind, fields))
 
-    def _put_events(self, stored: list[bytes], removed: list[bytes], snapshot: int = 0) -> None:
+    def _put_events(self, events: PrefixEvents) -> None:
         size = _KEYS_PER_MESSAGE
-        for at in range(0, max(len(stored), len(removed), 1), size):
+        for at in range(0, max(len(events.stored), len(events.removed), 1), size):
             self._events_sent += 1
-            self._put(
-                "prefix_events",
-                {
-                    "incarnation": self._hello["incarnation"],
-                    "seq": self._events_sent,
-                    "stored": stored[at : at + size],
-                    "removed": removed[at : at + size],
-                    "snapshot": int(snapshot and at == 0),
-                },
-            )
+            fields = {
+                "incarnation": self._hello["incarnation"],
+                "seq": self._events_sent,
+                "stored": events.stored[at : at + size],
+                "removed": events.removed[at : at + size],
+                "snapshot": int(events.lost and at == 0),
+            }
+            self._put("prefix_events", fields)
 
     def _send_snapshot(self) -> None:
         def command(engine: Any) -> None:
-            keys = engine.memory.snapshot()
-            self._loop.call_soon_threadsafe(self._put_events, keys, [], 1)
+            self._loop.call_soon_threadsafe(self._put_events, engine.memory.snapshot())
 
         self.engine_loop.submit(command)
 

@@ -78,69 +78,9 @@ class FakeModel:
         return logits_of(out[logits_rows, 0].numpy())
 
 
-class DictTree:
-    """A prefix tree as a dict from whole-page prefixes to pages: the plainest thing that is right."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self.page_size = pool.spec.page_size
-        self.pages: dict[tuple[bytes, bytes], int] = {}
-        self.clock = 0
-        self.used: dict[tuple[bytes, bytes], int] = {}
-        self.events: list[tuple[str, int]] = []
-
-    def _prefixes(self, namespace: bytes, tokens: np.ndarray):
-        for end in range(self.page_size, tokens.size + 1, self.page_size):
-            yield namespace, tokens[:end].tobytes()
-
-    def match(self, namespace: bytes, tokens: np.ndarray):
-        self.clock += 1
-        pages = []
-        for key in self._prefixes(namespace, tokens[: max(0, tokens.size - 1)]):
-            if key not in self.pages:
-                break
-            self.used[key] = self.clock
-            pages.append(self.pages[key])
-        if pages:
-            self.pool.incref(pages)
-        return SimpleNamespace(pages=pages, num_tokens=len(pages) * self.page_size, node=None)
-
-    def insert(self, namespace: bytes, tokens: np.ndarray, pages: list[int]) -> int:
-        self.clock += 1
-        adopted = 0
-        for key, page in zip(self._prefixes(namespace, tokens), pages, strict=True):
-            self.used[key] = self.clock
-            if key not in self.pages:
-                self.pool.incref([page])
-                self.pages[key] = page
-                self.events.append(("stored", page))
-                adopted += 1
-        return adopted
-
-    def evict(self, num_pages: int) -> list[int]:
-        order = sorted(self.pages, key=lambda key: (self.used[key], -len(key[1])))
-        gone = []
-        for key in order:
-            page = self.pages[key]
-            if len(gone) < num_pages and self.pool.refs(page)[0] == 1:
-                gone.append(page)
-                self.pool.decref([page])
-                self.events.append(("removed", page))
-                del self.pages[key], self.used[key]
-        return gone
-
-    def clear(self) -> None:
-        self.evict(len(self.pages))
-
-    def drain_events(self) -> list[tuple[str, int]]:
-        events, self.events = self.events, []
-        return events
-
-
 @dataclass
 class Rig:
     pool: Pool
-    tree: DictTree
     memory: PageMemory
     plan: FakePlan
     model: FakeModel
@@ -151,12 +91,11 @@ def rig(
     page_size: int = 16,
     extent: int = 2,
     max_position: int = 512,
-    tree=DictTree,
+    secret: bytes | None = None,
 ) -> Rig:
     spec = PageSpec(1, 1, 32, page_size=page_size, extent_pages=extent, format="f32")
     pool = Pool(spec, num_frames, huge_pages=False)
-    made = tree(pool)
-    return Rig(pool, made, PageMemory(pool, made), FakePlan(pool), FakeModel(max_position))
+    return Rig(pool, PageMemory(pool, secret), FakePlan(pool), FakeModel(max_position))
 
 
 def expected(prompt: list[int], count: int, **options) -> list[int]:

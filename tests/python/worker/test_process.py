@@ -6,10 +6,11 @@ import dataclasses
 import threading
 import time
 
+import numpy as np
 import pytest
 from fakes import expected, request, rig
 
-from kvcore import wire
+from kvcore import _core, wire
 from kvcore.config import WorkerLaunch
 from kvcore.errors import PeerDead
 from kvcore.worker.engine import Engine
@@ -20,7 +21,11 @@ ABOUT = {"model": "m", "model_epoch": "e", "page_spec": "s", "max_context": 512,
 
 def fields_of(name: int, prompt, max_tokens: int = 8, **options) -> dict:
     asked = request(name, prompt, max_tokens, **options)
-    return {**dataclasses.asdict(asked), "tokens": list(prompt), "keys": list(asked.keys)}
+    return {**dataclasses.asdict(asked), "tokens": list(prompt), "keys": [b"k" * 32]}
+
+
+def keys_of(tokens) -> list[bytes]:
+    return _core.keys.KeyChain(b"s" * 32, b"n" * 32, 16).extend(np.array(tokens, np.int32))
 
 
 class Router:
@@ -87,7 +92,7 @@ def slow(parts, seconds: float) -> None:
 
 @scenario
 async def test_requests_run_and_answers_equal_the_model(tmp_path) -> None:
-    async with running(tmp_path, rig()) as (router, _, _):
+    async with running(tmp_path, rig(secret=b"s" * 32)) as (router, _, _):
         hello, link = await router.worker()
         assert (hello["role"], hello["model"], hello["num_frames"]) == ("mono", "m", 64)
         prompts = {name: list(range(name, name + 70)) for name in range(6)}
@@ -106,7 +111,7 @@ async def test_requests_run_and_answers_equal_the_model(tmp_path) -> None:
 
 @scenario
 async def test_bad_requests_are_answered_and_harm_nobody(tmp_path) -> None:
-    async with running(tmp_path, rig()) as (router, _, _):
+    async with running(tmp_path, rig(secret=b"s" * 32)) as (router, _, _):
         _, link = await router.worker()
         await link.send("generate", fields_of(1, []))
         await link.send("generate", fields_of(2, [5], temperature=float("nan")))
@@ -123,7 +128,7 @@ async def test_bad_requests_are_answered_and_harm_nobody(tmp_path) -> None:
 
 @scenario
 async def test_cancel_stops_a_running_request(tmp_path) -> None:
-    parts = rig()
+    parts = rig(secret=b"s" * 32)
     slow(parts, 0.005)
     async with running(tmp_path, parts) as (router, _, _):
         _, link = await router.worker()
@@ -136,13 +141,11 @@ async def test_cancel_stops_a_running_request(tmp_path) -> None:
 
 @scenario
 async def test_a_lost_router_frees_everything_and_a_new_one_is_greeted(tmp_path) -> None:
-    parts = rig()
+    parts = rig(secret=b"s" * 32)
     slow(parts, 0.005)
     async with running(tmp_path, parts) as (router, worker, _):
         first, link = await router.worker()
-        await link.send(
-            "generate", fields_of(1, list(range(64)), 400, ignore_eos=1, keys=[b"k" * 32])
-        )
+        await link.send("generate", fields_of(1, list(range(64)), 400, ignore_eos=1))
         await until(link, "tokens", count=2)
         await router.server.close()
         again = Router()
@@ -151,7 +154,8 @@ async def test_a_lost_router_frees_everything_and_a_new_one_is_greeted(tmp_path)
         assert second == first
         seen = await until(link, "prefix_events")
         assert [kind for kind, _ in seen] == ["prefix_events"]  # nothing of the old request
-        assert (seen[0][1]["stored"], seen[0][1]["snapshot"]) == ([b"k" * 32], 1)
+        assert sorted(seen[0][1]["stored"]) == sorted(keys_of(range(64)))
+        assert seen[0][1]["snapshot"] == 1
         assert parts.memory.owned_frames == 0 and not worker.engine_loop.busy
         await link.send("generate", fields_of(1, [7, 8], 3))
         assert (await until(link, "finished"))[-1][1]["completion_tokens"] == 3
@@ -160,23 +164,24 @@ async def test_a_lost_router_frees_everything_and_a_new_one_is_greeted(tmp_path)
 
 @scenario
 async def test_prefix_events_are_numbered_and_resync_sends_a_snapshot(tmp_path) -> None:
-    async with running(tmp_path, rig()) as (router, _, _):
+    async with running(tmp_path, rig(secret=b"s" * 32)) as (router, _, _):
         _, link = await router.worker()
         start = (await until(link, "prefix_events"))[-1][1]
         assert (start["stored"], start["snapshot"]) == ([], 1)
-        keys = [bytes([i]) * 32 for i in range(2)]
-        await link.send("generate", fields_of(1, list(range(70)) * 2, 1, keys=keys))
+        keys = keys_of(range(64))
+        await link.send("generate", fields_of(1, range(70), 1))
         events = (await until(link, "prefix_events"))[-1][1]
-        assert (events["stored"], events["removed"], events["snapshot"]) == (keys, [], 0)
+        assert (sorted(events["stored"]), events["removed"]) == (sorted(keys), [])
+        assert events["snapshot"] == 0
         assert events["seq"] == start["seq"] + 1 and events["incarnation"] == start["incarnation"]
         await link.send("prefix_resync", {})
         whole = (await until(link, "prefix_events"))[-1][1]
-        assert (sorted(whole["stored"]), whole["snapshot"]) == (keys, 1)
+        assert (sorted(whole["stored"]), whole["snapshot"]) == (sorted(keys), 1)
 
 
 @scenario
 async def test_drain_and_sigterm_let_running_requests_end(tmp_path) -> None:
-    parts = rig()
+    parts = rig(secret=b"s" * 32)
     slow(parts, 0.002)
     async with running(tmp_path, parts) as (router, worker, task):
         _, link = await router.worker()
@@ -201,7 +206,7 @@ async def test_drain_and_sigterm_let_running_requests_end(tmp_path) -> None:
 
 @scenario
 async def test_a_dead_engine_ends_the_process(tmp_path) -> None:
-    parts = rig()
+    parts = rig(secret=b"s" * 32)
     router = Router()
     await router.start(str(tmp_path / "router.sock"))
     launch = WorkerLaunch(role="mono", router=router.server.address, key_file="")
