@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from fakes import expected, request, rig
+from hash_model import expected, request, rig
 
 from kvcore import _core, wire
 from kvcore.config import WorkerLaunch

@@ -1,7 +1,7 @@
 """A model whose next token is a hash of all tokens in its KV pages: wrong pages give other tokens.
 
-FakePlan keeps one number per page slot (the token id, read from K) and answers each query row with a
-hash of everything the row's block table shows it; FakeModel turns the hash into logits.
+HashPlan keeps one number per page slot (the token id, read from K) and answers each query row with a
+hash of everything the row's block table shows it; HashModel turns the hash into logits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _floats(pointer: int, rows: int, stride: int) -> np.ndarray:
     return np.ctypeslib.as_array(flat).reshape(rows, stride)
 
 
-class FakePlan:
+class HashPlan:
     def __init__(self, pool: Pool) -> None:
         stats = pool.stats()
         self.page_size = pool.spec.page_size
@@ -64,7 +64,7 @@ class FakePlan:
             answers[low:high, 0] = hashes(self.slots[slots])[context - (high - low) :]
 
 
-class FakeModel:
+class HashModel:
     def __init__(self, max_position: int = 512) -> None:
         self.config = SimpleNamespace(
             max_position=max_position, vocab_size=VOCAB, eos_ids=(EOS,), num_q_heads=1
@@ -82,8 +82,8 @@ class FakeModel:
 class Rig:
     pool: Pool
     memory: PageMemory
-    plan: FakePlan
-    model: FakeModel
+    plan: HashPlan
+    model: HashModel
 
 
 def rig(
@@ -95,7 +95,7 @@ def rig(
 ) -> Rig:
     spec = PageSpec(1, 1, 32, page_size=page_size, extent_pages=extent, format="f32")
     pool = Pool(spec, num_frames, huge_pages=False)
-    return Rig(pool, PageMemory(pool, secret), FakePlan(pool), FakeModel(max_position))
+    return Rig(pool, PageMemory(pool, secret), HashPlan(pool), HashModel(max_position))
 
 
 def expected(prompt: list[int], count: int, **options) -> list[int]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from fakes import EOS, VOCAB, expected, name_of, request, rig, run, tokens_of
+from hash_model import EOS, VOCAB, expected, name_of, request, rig, run, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
