@@ -12,6 +12,10 @@ void bind_keys(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_wire(py::module_ m);
 void bind_prefix(py::module_ m);
+void bind_ops(py::module_ m);
+void bind_pages(py::module_ m);
+void bind_wire(py::module_ m);
+void bind_probe(py::module_ m);
 }  // namespace kvcore::bindings
 
 PYBIND11_MODULE(_core, m) {
@@ -24,4 +28,8 @@ PYBIND11_MODULE(_core, m) {
   bind_pages(m.def_submodule("pages"));
   bind_wire(m.def_submodule("wire"));
   bind_prefix(m.def_submodule("prefix"));
+  bind_ops(m.def_submodule("ops"));
+  bind_pages(m.def_submodule("pages"));
+  bind_wire(m.def_submodule("wire"));
+  bind_probe(m.def_submodule("probe"));
 }

@@ -1,8 +1,9 @@
 """Paged attention and its companions on the CPU: :class:`AttentionPlan`, merge, layout copies.
 
-Tensors may be numpy arrays, torch tensors or anything with ``__dlpack__``, on the CPU. Element types:
-float32, float16, bfloat16; numpy arrays of uint16 hold bfloat16 bit patterns. Each function also has a
-``*_ptr`` form that takes addresses and strides in elements: the fast path of ``kvcore.ops``.
+Tensors may be numpy arrays, torch tensors or anything with ``__dlpack__``, on the CPU. Element
+types: float32, float16, bfloat16; numpy arrays of uint16 hold bfloat16 bit patterns. Each function
+also has a ``*_ptr`` form that takes addresses and strides in elements: the fast path of
+``kvcore.ops``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def isa() -> str:
 
 
 def set_isa(name: str) -> None:
-    """Use the named level for all calls from now on. Raises InvalidArgument naming the allowed ones."""
+    """Use the named level from now on. Raises InvalidArgument naming the allowed ones."""
     _core.kernels.set_isa(name)
 
 
@@ -95,7 +96,7 @@ def _describe(field: str, x: Any, *, write: bool = False) -> _Tensor:
         ptr, shape, strides, name = _core.kernels.describe_dlpack(capsule)
         return _Tensor(ptr, shape, strides, name, capsule)
     raise InvalidArgument(
-        f"{field} is a {type(x).__name__}: expected a numpy array, a torch tensor or a DLPack object"
+        f"{field} is a {type(x).__name__}: expected a numpy array, torch tensor or DLPack object"
     )
 
 
@@ -117,7 +118,8 @@ def _rows(field: str, x: Any, shape: tuple[int, ...], *, write: bool = False) ->
     for size, stride in zip(reversed(t.shape[1:]), reversed(t.strides[1:]), strict=True):
         if size > 1 and stride != dense:
             raise InvalidArgument(
-                f"{field} has strides {list(t.strides)}: all but the first dimension must be contiguous"
+                f"{field} has strides {list(t.strides)}: expected all but the first dimension "
+                "to be contiguous"
             )
         dense *= size
     return t
@@ -126,7 +128,8 @@ def _rows(field: str, x: Any, shape: tuple[int, ...], *, write: bool = False) ->
 def _split(field: str, width: int, shape: tuple[int, ...]) -> tuple[int, int]:
     if width != shape[1] * shape[2]:
         raise InvalidArgument(
-            f"{field} has {width} values a token: expected heads * head_dim = {shape[1]} * {shape[2]}"
+            f"{field} has {width} values a token: expected heads * head_dim = "
+            f"{shape[1]} * {shape[2]}"
         )
     return shape[1], shape[2]
 
@@ -162,8 +165,8 @@ class AttentionPlan(_core.kernels.AttentionPlan):
         scale: softmax scale; None = 1 / sqrt(head_dim_k).
         threads: a :class:`ThreadPool`, or None for the calling thread alone.
 
-    A row's bits depend only on its query and its pages, not on the batch, the chunking, the page size
-    or the number of threads. One plan is used by one thread at a time; the GIL is released inside.
+    A row's bits depend only on its query and its pages, not on the batch, the chunking, the page
+    size or the number of threads. One plan is used by one thread at a time; the GIL is released.
     """
 
     def __init__(
@@ -187,7 +190,7 @@ class AttentionPlan(_core.kernels.AttentionPlan):
             cu_seqlens_q: int32 [num_seqs + 1], 0 first: new tokens of sequence s are rows
                 cu_seqlens_q[s] to cu_seqlens_q[s + 1].
             context_lens: int32 [num_seqs], tokens in KV, the new ones included.
-            block_table: int32 [num_seqs, max_pages] page ids; entries past the context are not read.
+            block_table: int32 [num_seqs, max_pages] page ids, not read past the context.
 
         Raises:
             InvalidArgument: names the entry, its value and the allowed range.

@@ -59,6 +59,8 @@ class AttentionPlan {
   std::int64_t num_seqs() const noexcept { return static_cast<std::int64_t>(sequences_.size()); }
   std::int64_t num_tokens() const noexcept { return num_tokens_; }
   std::int32_t num_q_heads() const noexcept { return num_q_heads_; }
+  // The softmax scale; make() with it gives the same bits.
+  double scale() const noexcept { return scale_log2_ / 1.4426950408889634; }
   const PagesView& pages() const noexcept { return *pages_; }
   // Of sequence s: tokens in KV, new tokens, and its page ids.
   std::int64_t context_len(std::int64_t s) const { return at(s).context_len; }
