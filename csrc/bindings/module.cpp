@@ -16,6 +16,8 @@ void bind_ops(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_wire(py::module_ m);
 void bind_probe(py::module_ m);
+void bind_prefix(py::module_ m);
+void bind_stream(py::module_ m);
 }  // namespace kvcore::bindings
 
 PYBIND11_MODULE(_core, m) {
@@ -32,4 +34,6 @@ PYBIND11_MODULE(_core, m) {
   bind_pages(m.def_submodule("pages"));
   bind_wire(m.def_submodule("wire"));
   bind_probe(m.def_submodule("probe"));
+  bind_prefix(m.def_submodule("prefix"));
+  bind_stream(m.def_submodule("stream"));
 }
