@@ -7,11 +7,8 @@ namespace py = pybind11;
 
 namespace kvcore::bindings {
 void bind_base(py::module_ m);
-void bind_kernels(py::module_ m);
 void bind_keys(py::module_ m);
-void bind_pages(py::module_ m);
-void bind_wire(py::module_ m);
-void bind_prefix(py::module_ m);
+void bind_kernels(py::module_ m);
 void bind_ops(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_wire(py::module_ m);
@@ -25,11 +22,8 @@ PYBIND11_MODULE(_core, m) {
   m.attr("__version__") = KVCORE_VERSION;
   register_errors();
   bind_base(m.def_submodule("base"));
-  bind_kernels(m.def_submodule("kernels"));
   bind_keys(m.def_submodule("keys"));
-  bind_pages(m.def_submodule("pages"));
-  bind_wire(m.def_submodule("wire"));
-  bind_prefix(m.def_submodule("prefix"));
+  bind_kernels(m.def_submodule("kernels"));
   bind_ops(m.def_submodule("ops"));
   bind_pages(m.def_submodule("pages"));
   bind_wire(m.def_submodule("wire"));
