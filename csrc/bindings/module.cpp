@@ -16,6 +16,7 @@ void bind_prefix(py::module_ m);
 PYBIND11_MODULE(_core, m) {
   using namespace kvcore::bindings;
   m.attr("__version__") = KVCORE_VERSION;
+  m.attr("__build__") = KVCORE_BUILD;
   register_errors();
   bind_base(m.def_submodule("base"));
   bind_keys(m.def_submodule("keys"));
