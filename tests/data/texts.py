@@ -3,7 +3,7 @@
 TEXTS = (
     "The lighthouse keeper climbed the stairs every evening at six, a can of oil in one hand and "
     "the other on the cold rail. From the gallery he could see the whole bay: the fishing boats "
-    "coming home, the long white line of the reef, and beyond it the dark water where ships waited.",
+    "coming home, the long white line of the reef, and beyond it the dark water.",
     "def binary_search(items, wanted):\n    low, high = 0, len(items)\n    while low < high:\n"
     "        middle = (low + high) // 2\n        if items[middle] < wanted:\n"
     "            low = middle + 1\n        else:\n            high = middle\n    return low\n",

@@ -42,7 +42,9 @@ def test_isa_objects_define_no_foreign_weak_symbol() -> None:
     for path in objects:
         isa = ISA_OBJECT.search(path.name)
         assert isa is not None
-        out = subprocess.run(["nm", "-C", "--defined-only", str(path)], capture_output=True, text=True, check=True)
+        out = subprocess.run(
+            ["nm", "-C", "--defined-only", str(path)], capture_output=True, text=True, check=True
+        )
         bad += [f"{path.name}: {s}" for s in leaks(out.stdout.splitlines(), isa[1])]
     assert not bad, "\n".join(bad)
 

@@ -13,7 +13,9 @@ INCLUDE = re.compile(r'\s*#\s*include\s+"(\w+)/')
 def cpp_violations(room: str, text: str) -> list[str]:
     """Rooms included by `text` that `room` may not enter."""
     found = [m[1] for line in text.splitlines() if (m := INCLUDE.match(line))]
-    return [r for r in found if r in tree.CPP_LAYERS and r != room and r not in tree.CPP_LAYERS[room]]
+    return [
+        r for r in found if r in tree.CPP_LAYERS and r != room and r not in tree.CPP_LAYERS[room]
+    ]
 
 
 def test_cpp_rooms_include_only_what_the_table_allows() -> None:
@@ -22,7 +24,9 @@ def test_cpp_rooms_include_only_what_the_table_allows() -> None:
         parts = path.relative_to(tree.ROOT).parts
         if parts[0] == "csrc":
             assert parts[1] in tree.CPP_LAYERS, f"{path}: {parts[1]} is not in the layer table"
-            bad += [f"{path}: may not include {r}/" for r in cpp_violations(parts[1], path.read_text())]
+            bad += [
+                f"{path}: may not include {r}/" for r in cpp_violations(parts[1], path.read_text())
+            ]
     assert not bad, "\n".join(bad)
 
 
@@ -30,7 +34,8 @@ def test_python_h_is_seen_by_bindings_only() -> None:
     bad = [
         str(path)
         for path in tree.cpp_files()
-        if "bindings" not in path.parts and re.search(r"#\s*include\s+[<\"](pybind11|Python\.h)", path.read_text())
+        if "bindings" not in path.parts
+        and re.search(r"#\s*include\s+[<\"](pybind11|Python\.h)", path.read_text())
     ]
     assert not bad, bad
 
@@ -83,10 +88,17 @@ def test_python_packages_import_only_what_the_table_allows() -> None:
         assert top in tree.PYTHON_LAYERS, f"{path}: {top} is not in the layer table"
         imported = kvcore_imports(path.read_text(), ".".join(parts[:-1]))
         allowed = tree.PYTHON_LAYERS[top] | {top}
-        bad += [f"{path}: may not import kvcore.{name}" for name in sorted(imported - allowed) if name != "__version__"]
+        bad += [
+            f"{path}: may not import kvcore.{name}"
+            for name in sorted(imported - allowed)
+            if name != "__version__"
+        ]
     assert not bad, "\n".join(bad)
 
 
 def test_a_forbidden_import_is_found() -> None:
     assert kvcore_imports("from kvcore.worker import engine", "kvcore.router") == {"worker"}
-    assert kvcore_imports("from ..worker import engine\nimport kvcore.ops", "kvcore.router") == {"worker", "ops"}
+    assert kvcore_imports("from ..worker import engine\nimport kvcore.ops", "kvcore.router") == {
+        "worker",
+        "ops",
+    }

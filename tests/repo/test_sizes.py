@@ -13,7 +13,9 @@ FILE_LIMIT, TEST_FILE_LIMIT, FUNCTION_LIMIT, DEVICE_FUNCTION_LIMIT = 600, 800, 8
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 ORCHESTRATION_LIMIT = 2500
-NOT_FUNCTIONS = re.compile(r"^\s*(namespace|class|struct|enum|union|extern|else|if|for|while|switch|do|try|catch|}|typedef)\b")
+NOT_FUNCTIONS = re.compile(
+    r"^\s*(namespace|class|struct|enum|union|extern|else|if|for|while|switch|do|try|catch|}|typedef)\b"
+)
 
 
 def name_of(path: pathlib.Path) -> str:
@@ -36,9 +38,17 @@ def cpp_functions(text: str) -> list[tuple[int, int]]:
     found = []
     for i, line in enumerate(lines):
         indent = len(line) - len(line.lstrip())
-        if indent > 2 or not line.rstrip().endswith("{") or NOT_FUNCTIONS.match(line) or "(" not in line and ")" not in line:
+        if (
+            indent > 2
+            or not line.rstrip().endswith("{")
+            or NOT_FUNCTIONS.match(line)
+            or "(" not in line
+            and ")" not in line
+        ):
             continue
-        end = next((j for j in range(i + 1, len(lines)) if lines[j].startswith(" " * indent + "}")), i)
+        end = next(
+            (j for j in range(i + 1, len(lines)) if lines[j].startswith(" " * indent + "}")), i
+        )
         found.append((i + 1, end - i + 1))
     return found
 
@@ -66,6 +76,9 @@ def test_a_long_function_is_found() -> None:
 
 def test_orchestration_stays_small() -> None:
     total = sum(
-        len(path.read_text().splitlines()) for path in tree.python_files("python/kvcore/worker", "python/kvcore/router")
+        len(path.read_text().splitlines())
+        for path in tree.python_files("python/kvcore/worker", "python/kvcore/router")
     )
-    assert total <= ORCHESTRATION_LIMIT, f"worker + router have {total} lines, allowed {ORCHESTRATION_LIMIT}"
+    assert total <= ORCHESTRATION_LIMIT, (
+        f"worker + router have {total} lines, allowed {ORCHESTRATION_LIMIT}"
+    )

@@ -11,7 +11,9 @@ import tree
 
 def test_api_md_lists_exactly_the_public_names() -> None:
     done = subprocess.run(
-        [sys.executable, str(tree.ROOT / "docs" / "make_api.py"), "--check"], capture_output=True, text=True
+        [sys.executable, str(tree.ROOT / "docs" / "make_api.py"), "--check"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -19,7 +21,9 @@ def test_api_md_lists_exactly_the_public_names() -> None:
 def test_versions_agree() -> None:
     pyproject = re.search(r'^version = "(.+)"', (tree.ROOT / "pyproject.toml").read_text(), re.M)
     cmake = re.search(r"project\(kvcore VERSION (\S+)", (tree.ROOT / "CMakeLists.txt").read_text())
-    package = re.search(r'__version__ = "(.+)"', (tree.ROOT / "python/kvcore/__init__.py").read_text())
+    package = re.search(
+        r'__version__ = "(.+)"', (tree.ROOT / "python/kvcore/__init__.py").read_text()
+    )
     assert pyproject and cmake and package
     assert pyproject[1] == cmake[1] == package[1]
 
@@ -37,7 +41,9 @@ def test_every_header_begins_with_its_purpose() -> None:
     bad = [
         str(p)
         for p in tree.cpp_files()
-        if p.suffix == ".h" and not re.match(r"//\s*\S.{20,}", p.read_text()) and "tests" not in p.parts
+        if p.suffix == ".h"
+        and not re.match(r"//\s*\S.{20,}", p.read_text())
+        and "tests" not in p.parts
     ]
     assert not bad, bad
 

@@ -116,26 +116,25 @@ class FlatDecoder:
         if tokens.numel() == 0:
             raise InvalidArgument("tokens: empty (at least one row)")
         c, eps, last = self.config, self._eps, self.config.num_layers - 1
+        parts = [c.num_q_heads, c.num_kv_heads, c.num_kv_heads]
         rotation = self._rope.rows(positions)
         x = functional.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
             h = rms_norm(x, layer.input_norm, eps)
-            heads = layer.qkv(h).view(-1, c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
-            q, k, v = torch.split(heads, (c.num_q_heads, c.num_kv_heads, c.num_kv_heads), 1)
+            heads = layer.qkv(h).view(-1, sum(parts), c.head_dim)
+            q, k, v = torch.split(heads, parts, 1)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
             q, k = rope_heads(q, rotation), rope_heads(k, rotation)
             attended = attend(index, q, k, v)
             if index == last:  # nothing below mixes rows: only those wanted go on
                 if logits_rows.numel() == 0:
-                    break
+                    return torch.empty(0, c.vocab_size)
                 x, attended = x.index_select(0, logits_rows), attended.index_select(0, logits_rows)
             x = x + layer.out(attended)
             h = rms_norm(x, layer.post_norm, eps)
             x = x + layer.down(silu_mul(layer.gate_up(h)))
-        else:
-            return self._head(rms_norm(x, self._norm, eps)).float()
-        return torch.empty(0, c.vocab_size)
+        return self._head(rms_norm(x, self._norm, eps)).float()
 
     def _read_layer(self, files: WeightFiles, prefix: str, inner: int) -> _Layer:
         c, dtype = self.config, self.dtype

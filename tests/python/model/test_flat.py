@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-
 from kvcore.errors import Corrupt, InvalidArgument
 from kvcore.model import load
 

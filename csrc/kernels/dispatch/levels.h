@@ -1,0 +1,19 @@
+// The functions each per-ISA file provides; only the dispatch table and those files see this.
+#pragma once
+
+#include "kernels/attention/unit.h"
+
+namespace kvcore::kernels {
+
+#define KVCORE_DECLARE_LEVEL(level)           \
+  namespace level {                           \
+  void attend_unit_entry(const AttendUnit&);  \
+  void fold_unit_entry(const AttendUnit&);    \
+  void merge_rows_entry(const MergeRows&);    \
+  }
+
+KVCORE_DECLARE_LEVEL(scalar)
+KVCORE_DECLARE_LEVEL(avx2)
+KVCORE_DECLARE_LEVEL(avx512)
+
+}  // namespace kvcore::kernels
