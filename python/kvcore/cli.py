@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import difflib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from kvcore import __version__, config
 from kvcore.errors import InvalidArgument, KvcoreError, Unsupported
@@ -58,8 +59,24 @@ def _explain(error: Exception) -> str:
     return str(error)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest flag when one is unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        kind, _, word = message.partition(": ")
+        if kind == "unrecognized arguments" and word.startswith("--"):
+            known = {flag for part in self._all() for flag in part._option_string_actions}
+            near = difflib.get_close_matches(word.split()[0].split("=")[0], known, n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        super().error(message)
+
+    def _all(self) -> list[argparse.ArgumentParser]:
+        subs = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        return [self, *(parser for action in subs for parser in action.choices.values())]
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvcore", description="LLM inference with a shared KV cache.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"kvcore {__version__}")

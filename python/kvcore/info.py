@@ -49,7 +49,7 @@ def show(as_json: bool) -> int:
 
 def _line(value: Any) -> str:
     if isinstance(value, Mapping):
-        if "available" in value:
+        if "why" in value:
             answer = "yes" if value["available"] else "no"
             return f"{answer}: {value['why']}"
         return ", ".join(f"{key.replace('_', ' ')} {_line(part)}" for key, part in value.items())

@@ -60,8 +60,8 @@ async def _serve(config: Config, codec: ModelCodec, names: list[str]) -> int:
             _say(f"kvcore: {names[0]} is ready, {count} workers")
         else:
             ready.cancel()
-        failed = deployment.launcher.failed
-        await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
+        deployment.launcher.failed.add_done_callback(lambda _: stop.set())
+        await stopped
         deployment.check()
         log.info("stopping")
     return 0
