@@ -239,17 +239,17 @@ def test_the_deadline_ends_a_request(tmp_path: Path) -> None:
 
 def test_a_worker_of_another_geometry_is_refused(tmp_path: Path) -> None:
     fleet = (("prefill", []), ("decode", ["--page-spec", "other"]))
-    with pytest.raises(WorkerFailed, match="2 times"):
-        with stack(tmp_path, *fleet, config={"fleet": {"max_restarts": 1}}):
-            pass
+    deployed = stack(tmp_path, *fleet, config={"fleet": {"max_restarts": 1}})
+    with pytest.raises(WorkerFailed, match="2 times"), deployed:
+        pass
     lines = (tmp_path / "log").read_text().splitlines()
     assert len({json.loads(line)["role"] for line in lines}) == 1
 
 
 def test_a_worker_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match="exit code 2") as caught:
-        with stack(tmp_path, ("prefill", []), ("decode", ["--exit", "2"])):
-            pass
+    deployed = stack(tmp_path, ("prefill", []), ("decode", ["--exit", "2"]))
+    with pytest.raises(WorkerFailed, match="exit code 2") as caught, deployed:
+        pass
     assert caught.value.exit_code == 2
 
 
