@@ -14,6 +14,7 @@ void bind_pages(py::module_ m);
 void bind_wire(py::module_ m);
 void bind_prefix(py::module_ m);
 void bind_probe(py::module_ m);
+void bind_stream(py::module_ m);
 }  // namespace kvcore::bindings
 
 PYBIND11_MODULE(_core, m) {
@@ -29,4 +30,5 @@ PYBIND11_MODULE(_core, m) {
   bind_wire(m.def_submodule("wire"));
   bind_prefix(m.def_submodule("prefix"));
   bind_probe(m.def_submodule("probe"));
+  bind_stream(m.def_submodule("stream"));
 }

@@ -4,5 +4,6 @@ from . import keys as keys
 from . import kernels as kernels
 from . import pages as pages
 from . import prefix as prefix
+from . import stream as stream
 
 __version__: str
