@@ -9,6 +9,7 @@ namespace kvcore::bindings {
 void bind_base(py::module_ m);
 void bind_keys(py::module_ m);
 void bind_kernels(py::module_ m);
+void bind_elementwise(py::module_ m);
 void bind_ops(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_wire(py::module_ m);
@@ -25,6 +26,7 @@ PYBIND11_MODULE(_core, m) {
   bind_base(m.def_submodule("base"));
   bind_keys(m.def_submodule("keys"));
   bind_kernels(m.def_submodule("kernels"));
+  bind_elementwise(m.attr("kernels"));
   bind_ops(m.def_submodule("ops"));
   bind_pages(m.def_submodule("pages"));
   bind_wire(m.def_submodule("wire"));
