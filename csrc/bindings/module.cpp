@@ -15,6 +15,7 @@ void bind_pages(py::module_ m);
 void bind_prefix(py::module_ m);
 void bind_sched(py::module_ m);
 void bind_wire(py::module_ m);
+void bind_prefix(py::module_ m);
 void bind_probe(py::module_ m);
 void bind_stream(py::module_ m);
 }  // namespace kvcore::bindings
@@ -22,6 +23,7 @@ void bind_stream(py::module_ m);
 PYBIND11_MODULE(_core, m) {
   using namespace kvcore::bindings;
   m.attr("__version__") = KVCORE_VERSION;
+  m.attr("__build__") = KVCORE_BUILD;
   register_errors();
   bind_base(m.def_submodule("base"));
   bind_keys(m.def_submodule("keys"));
@@ -32,6 +34,7 @@ PYBIND11_MODULE(_core, m) {
   bind_prefix(m.def_submodule("prefix"));
   bind_sched(m.def_submodule("sched"));
   bind_wire(m.def_submodule("wire"));
+  bind_prefix(m.def_submodule("prefix"));
   bind_probe(m.def_submodule("probe"));
   bind_stream(m.def_submodule("stream"));
 }
