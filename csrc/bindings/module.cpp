@@ -15,7 +15,6 @@ void bind_pages(py::module_ m);
 void bind_prefix(py::module_ m);
 void bind_sched(py::module_ m);
 void bind_wire(py::module_ m);
-void bind_prefix(py::module_ m);
 void bind_probe(py::module_ m);
 void bind_stream(py::module_ m);
 }  // namespace kvcore::bindings
@@ -34,7 +33,6 @@ PYBIND11_MODULE(_core, m) {
   bind_prefix(m.def_submodule("prefix"));
   bind_sched(m.def_submodule("sched"));
   bind_wire(m.def_submodule("wire"));
-  bind_prefix(m.def_submodule("prefix"));
   bind_probe(m.def_submodule("probe"));
   bind_stream(m.def_submodule("stream"));
 }

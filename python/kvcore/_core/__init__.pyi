@@ -8,3 +8,4 @@ from . import sched as sched
 from . import stream as stream
 
 __version__: str
+__build__: str
