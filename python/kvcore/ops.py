@@ -2,7 +2,8 @@
 
 Operators take tensors and integers only, so pools and plans enter as handles:
 ``register(pool).id``. Every operator that writes KV declares it: its ``arena`` argument,
-:func:`arena` of the pool, is marked as mutated. So ``torch.compile`` keeps the order of writes and reads, and no effect is hidden from it.
+:func:`arena` of the pool, is marked as mutated. So ``torch.compile`` keeps the order of writes and
+reads, and no effect is hidden from it.
 
     arena = ops.arena(pool)                      # uint8 tensor over the pool's memory, no copy
     step = ops.register(plan)                    # an AttentionPlan or LayerStep, prepared per batch
@@ -179,7 +180,7 @@ def _clone_of(target: Any, moved: Any) -> Any:
     if not isinstance(target, _core.kernels.AttentionPlan):
         raise InvalidArgument(
             f"arena is a copy of the pool's memory, and a {type(target).__name__} publishes bytes "
-            "from the pool's own: compile with a backend that re-uses mutated inputs (inductor does)"
+            "from the pool's own: compile with a backend that reuses mutated inputs (inductor)"
         )
     return _core.ops.plan_like(target, moved)
 
