@@ -3,12 +3,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/text.h"
 #include "bindings/errors.h"
+#include "bindings/key_list.h"
 #include "bindings/tokens.h"
 #include "pages/keys.h"
 
@@ -30,13 +32,6 @@ Digest32 digest_of(const std::string& bytes) {
   return digest;
 }
 
-py::list to_list(std::span<const Key> keys) {
-  py::list out(keys.size());
-  for (std::size_t i = 0; i < keys.size(); ++i)
-    out[i] = py::bytes(reinterpret_cast<const char*>(keys[i].data()), keys[i].size());
-  return out;
-}
-
 KeyChain make_chain(const std::string& secret, const std::string& digest, std::int64_t unit) {
   return KeyChain(unwrap(KeyMaker::make(std::as_bytes(std::span(secret)), unit)), digest_of(digest));
 }
@@ -47,7 +42,7 @@ py::list extend(KeyChain& chain, const py::object& tokens) {
     py::gil_scoped_release release;
     return chain.extend(token_span(array));
   }();
-  return to_list(std::span(chain.keys()).last(added));
+  return key_list(std::span(chain.keys()).last(added));
 }
 
 py::bytes namespace_digest(const std::vector<std::pair<std::string, std::string>>& fields) {
@@ -64,7 +59,7 @@ void bind_keys(py::module_ m) {
   py::class_<KeyChain>(m, "KeyChain")
       .def(py::init(&make_chain), py::arg("secret"), py::arg("namespace_digest"), py::arg("unit"))
       .def("extend", &extend, py::arg("tokens"))
-      .def_property_readonly("keys", [](const KeyChain& c) { return to_list(c.keys()); })
+      .def_property_readonly("keys", [](const KeyChain& c) { return key_list(c.keys()); })
       .def_property_readonly("num_keys", [](const KeyChain& c) { return c.keys().size(); })
       .def_property_readonly("num_tokens", &KeyChain::num_tokens);
 }

@@ -35,7 +35,7 @@ class ByteWriter {
  private:
   void append(const void* data, std::size_t n) {
     const auto* p = static_cast<const std::byte*>(data);
-    out_.insert(out_.end(), p, p + n);
+    for (std::size_t i = 0; i < n; ++i) out_.push_back(p[i]);
   }
   std::vector<std::byte> out_;
 };

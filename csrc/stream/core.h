@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fault.h"
 #include "base/result.h"
 #include "pages/pool.h"
 #include "stream/grant.h"
@@ -33,8 +34,10 @@ namespace kvcore::stream {
 
 struct StreamOptions {
   Checksums checksums = Checksums::kSampled;
-  SenderLimits limits;
+  SenderLimits limits{};
   bool allow_fallback = false;
+  // Tests only. Point "stream.flip_slice": one bit of an arrived slice is flipped before its check.
+  FaultPlan* faults = nullptr;
 };
 
 struct StreamEvent {
@@ -52,7 +55,8 @@ struct CoreStats {
   std::int64_t bytes_received = 0, bytes_sent = 0;  // of completed and sent hand-overs
   std::int64_t dropped = 0;    // events for unknown or finished hand-overs, messages that do not parse
   std::int64_t fallbacks = 0;  // connections made to another address than the preferred one
-  std::vector<std::string> links;  // "scheme address" of the links that are up
+  std::int64_t refs_lost = 0;  // must stay 0: io refs the pool refused to take back
+  std::vector<std::string> links;  // addresses of the outgoing links that are up
 };
 
 class Core {
@@ -91,7 +95,8 @@ class Core {
   struct Incoming {
     Receiver machine;
     std::vector<std::int32_t> pages;
-    std::uint32_t class_id;
+    std::uint32_t class_id = 0;
+    std::string scheme{};  // of the sender's link, once open
   };
   struct Outgoing {
     Sender machine;
@@ -120,19 +125,19 @@ class Core {
   void handle(transport::Event& event, std::int64_t now_ns);
   void on_up(const transport::Up& up);
   void on_down(const transport::Down& down, std::int64_t now_ns);
-  void on_arrival(const transport::Arrival& arrival);
-  void on_message(const transport::Message& message);
-  void on_completion(const transport::Completion& completion);
+  void on_arrival(const transport::Arrival& arrival, std::int64_t now_ns);
+  void on_message(const transport::Message& message, std::int64_t now_ns);
+  void on_completion(const transport::Completion& completion, std::int64_t now_ns);
   Status check_run(const Incoming& in, const SliceRun& run, const std::string& scheme) const;
+  void flip_if_asked(const Incoming& in, const SliceRun& run);
   std::string scheme_of(transport::LinkId link) const;
 
-  void pump();
-  bool post_one(Outgoing& out, Peer& peer);
-  void settle_receivers();
-  void settle_senders();
-  void settle(Incoming& in);
-  void settle(Outgoing& out);
-  void finish(Incoming& in, Receiver::Complete done);
+  bool pump();
+  bool post_one(std::uint64_t id, Peer& peer);
+  void on_time(std::int64_t now_ns);
+  void settle_receiver(const RequestId& id);  // carries out its actions; forgets it when it is over
+  void settle_sender(std::uint64_t id);
+  void open_last_page(const Incoming& in);
   void send(transport::LinkId link, const StreamMessage& message);
   void io_release(std::span<const std::int32_t> pages);
 
@@ -147,6 +152,7 @@ class Core {
   std::map<std::uint64_t, RequestId> by_grant_;  // GrantRef::id
   std::map<std::uint64_t, Outgoing> outgoing_;
   std::map<RequestId, std::uint64_t> sender_of_;
+  std::map<std::pair<transport::LinkId, transport::OpId>, std::uint64_t> ops_;  // posted writes
   std::map<transport::LinkId, Peer> peers_;  // outgoing links
   std::uint64_t next_sender_ = 1;
   std::vector<StreamEvent> events_;

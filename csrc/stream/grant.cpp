@@ -58,8 +58,11 @@ Status check_range(const StreamGrant& g, const pages::PageSpec& spec) {
   return {};
 }
 
-Status check(const StreamGrant& g) {
-  auto spec = pages::PageSpec::make(g.spec);
+}  // namespace
+
+Status StreamGrant::check() const {
+  const StreamGrant& g = *this;
+  const auto spec = pages::PageSpec::make(g.spec);
   if (!spec) return corrupt(spec.error().message);
   if (g.spec.format > Format::kBf16 || g.spec.layout > LayoutId::kPacked) {
     return corrupt(text("format=", static_cast<int>(g.spec.format), ", layout=",
@@ -74,8 +77,6 @@ Status check(const StreamGrant& g) {
   if (g.addresses.empty()) return corrupt("addresses must not be empty");
   return {};
 }
-
-}  // namespace
 
 HostId local_host_id() {
   static const HostId id = [] {
@@ -177,7 +178,7 @@ Result<StreamGrant> StreamGrant::decode(std::span<const std::byte> bytes) {
   }
   if (!r.ok()) return corrupt("cut short");
   if (!r.at_end()) return corrupt(text(r.left(), " bytes too long"));
-  KVCORE_RETURN_IF_ERROR(check(g));
+  KVCORE_RETURN_IF_ERROR(g.check());
   return g;
 }
 

@@ -47,6 +47,7 @@ struct StreamGrant {
 
   Shape shape() const;
   Placement placement() const;
+  Status check() const;
   std::vector<std::byte> encode() const;
   static Result<StreamGrant> decode(std::span<const std::byte> bytes);
 };

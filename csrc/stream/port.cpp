@@ -9,8 +9,13 @@
 namespace kvcore::stream {
 
 SendPort::SendPort(std::uint64_t sender, const RequestId& id, const Shape& shape,
-                   std::int64_t first_token, std::shared_ptr<Inbox> inbox)
-    : sender_(sender), id_(id), shape_(shape), first_token_(first_token), inbox_(std::move(inbox)) {
+                   std::int64_t first_token, const PagesView* pages, std::shared_ptr<Inbox> inbox)
+    : sender_(sender),
+      id_(id),
+      shape_(shape),
+      first_token_(first_token),
+      pages_(pages),
+      inbox_(std::move(inbox)) {
   published_.resize(static_cast<std::size_t>(shape.num_slices()));
   cursor_.resize(static_cast<std::size_t>(shape.num_layers));
 }

@@ -28,7 +28,7 @@ class SendPort {
   };
 
   SendPort(std::uint64_t sender, const RequestId& id, const Shape& shape, std::int64_t first_token,
-           std::shared_ptr<Inbox> inbox);
+           const PagesView* pages, std::shared_ptr<Inbox> inbox);
 
   // Slots [first, first + count) of `layer` are in place. valid_last: tokens in the last of them,
   // page_size unless it is the last slot of the hand-over, where it must be what the grant says.
@@ -52,6 +52,7 @@ class SendPort {
   const Shape& shape() const noexcept { return shape_; }
   std::int64_t first_token() const noexcept { return first_token_; }
   std::uint64_t sender() const noexcept { return sender_; }
+  const PagesView* pages() const noexcept { return pages_; }  // of the pool it sends from
 
  private:
   Status publish_locked(const SliceRun& run);
@@ -61,6 +62,7 @@ class SendPort {
   const RequestId id_;
   const Shape shape_;
   const std::int64_t first_token_;
+  const PagesView* const pages_;
   const std::shared_ptr<Inbox> inbox_;
   mutable std::mutex mu_;
   std::vector<bool> published_;        // [num_layers * num_slots]

@@ -14,13 +14,17 @@ Sender::Sender(const RequestId& id, const Shape& shape, transport::GrantRef gran
 std::vector<Sender::Action> Sender::take_actions() { return std::exchange(actions_, {}); }
 
 void Sender::on_up() {
-  if (state_ != State::kConnecting) return;
+  if (state_ != State::kConnecting && !farewell_) return;
   up_ = true;
-  state_ = State::kStreaming;
   StreamMessage open = message(MessageKind::kOpen);
   open.grant = grant_;
   open.host = host_;
   actions_.push_back(Send{std::move(open)});
+  if (farewell_) {
+    actions_.push_back(Send{*std::exchange(farewell_, std::nullopt)});
+    return;
+  }
+  state_ = State::kStreaming;
   if (mark_) actions_.push_back(Send{*std::exchange(mark_, std::nullopt)});
 }
 
@@ -53,7 +57,7 @@ void Sender::commit(std::vector<std::byte> payload, std::int64_t at_ns) {
 }
 
 std::optional<SliceRun> Sender::next_write() {
-  if (state_ != State::kStreaming || queue_.empty()) return std::nullopt;
+  if (state_ != State::kStreaming || revoked_ || queue_.empty()) return std::nullopt;
   const std::int64_t room = limits_.max_inflight_bytes - inflight_bytes_;
   const std::int64_t bytes = std::min(room, limits_.max_write_bytes);
   std::int64_t slices = bytes / shape_.slice_bytes;
@@ -86,13 +90,20 @@ void Sender::commit_if_sent() {
   actions_.push_back(Send{*std::exchange(commit_, std::nullopt)});
 }
 
-void Sender::on_completion(transport::OpId op, const Status& status) {
+void Sender::on_completion(transport::OpId op, const Status& status, std::int64_t now_ns) {
   const auto it = inflight_.find(op);
   if (it == inflight_.end()) return;
   inflight_bytes_ -= it->second;
   if (status) acked_bytes_ += it->second;
   inflight_.erase(it);
-  if (!status && !ended()) return abort(status.error());
+  if (!status && !ended()) {
+    if (status.error().code != ErrorCode::kStale) return abort(status.error());
+    if (!revoked_) {
+      const std::int64_t until = now_ns + kReasonGraceNs;
+      deadline_ns_ = deadline_ns_ == 0 ? until : std::min(deadline_ns_, until);
+    }
+    revoked_ = status.error();
+  }
   release_if_idle();
 }
 
@@ -109,23 +120,24 @@ void Sender::on_message(const StreamMessage& m) {
 
 void Sender::on_down(const Error& error) {
   up_ = false;
+  farewell_.reset();
   if (!ended()) end(State::kFailed, error);
 }
 
 void Sender::on_time(std::int64_t now_ns) {
   if (ended() || deadline_ns_ == 0 || now_ns < deadline_ns_) return;
+  if (revoked_) return abort(*revoked_);
   abort({ErrorCode::kTimeout, text("stream ", to_hex(id_), ": ", acked_bytes_, " of ",
                                    shape_.kv_bytes(), " bytes were sent at the deadline")});
 }
 
 void Sender::abort(Error error) {
   if (ended()) return;
-  if (up_) {
-    StreamMessage m = message(MessageKind::kSenderAbort);
-    m.code = error.code;
-    m.reason = error.message;
-    actions_.push_back(Send{std::move(m)});
-  }
+  StreamMessage m = message(MessageKind::kSenderAbort);
+  m.code = error.code;
+  m.reason = error.message;
+  if (up_) actions_.push_back(Send{std::move(m)});
+  else farewell_ = std::move(m);
   end(State::kFailed, std::move(error));
 }
 

@@ -5,6 +5,8 @@
 //   connecting --up--> streaming --commit sent--> committed --done--> done
 //        \________________\_____________\__abort, down, deadline, refusal--> failed
 //
+// A write refused as Stale means that the receiver has ended the hand-over; its message with the reason
+// is under way, so the sender waits kReasonGraceNs for it before it fails with Stale.
 // Invariants: ReleasePages exactly once, after the state is done or failed and every posted write has
 // its completion (until then the link may still read the pages); exactly one Ended event.
 // Thread rules: none (one thread). Units: bytes, nanoseconds.
@@ -23,6 +25,8 @@
 #include "transport/link.h"
 
 namespace kvcore::stream {
+
+inline constexpr std::int64_t kReasonGraceNs = 200'000'000;
 
 struct SenderLimits {
   std::int64_t max_inflight_bytes = std::int64_t{16} << 20;  // of one hand-over
@@ -61,7 +65,7 @@ class Sender {
   std::optional<SliceRun> next_write();
   void on_posted(transport::OpId op, const SliceRun& run);
   void on_refused(Error error);
-  void on_completion(transport::OpId op, const Status& status);
+  void on_completion(transport::OpId op, const Status& status, std::int64_t now_ns);
   void on_message(const StreamMessage& message);
   void on_down(const Error& error);
   void on_time(std::int64_t now_ns);
@@ -70,7 +74,7 @@ class Sender {
   State state() const noexcept { return state_; }
   bool ended() const noexcept { return state_ >= State::kDone; }
   // Nothing is left to happen: the owner may forget it.
-  bool finished() const noexcept { return ended() && released_; }
+  bool finished() const noexcept { return ended() && released_ && !farewell_; }
   const Status& status() const noexcept { return status_; }
   std::int64_t acked_bytes() const noexcept { return acked_bytes_; }
   std::int64_t inflight_bytes() const noexcept { return inflight_bytes_; }
@@ -88,7 +92,7 @@ class Sender {
   const Shape shape_;
   const transport::GrantRef grant_;
   const HostId host_;
-  const std::int64_t deadline_ns_;
+  std::int64_t deadline_ns_;
   const SenderLimits limits_;
   State state_ = State::kConnecting;
   Status status_;
@@ -100,6 +104,8 @@ class Sender {
   std::int64_t acked_bytes_ = 0;
   std::int64_t queued_slices_ = 0;
   std::int64_t posted_slices_ = 0;
+  std::optional<Error> revoked_;             // the grant is gone; the receiver's message says why
+  std::optional<StreamMessage> farewell_;    // abort before up: the receiver is told when up
   std::optional<StreamMessage> mark_;    // waits for up
   std::optional<StreamMessage> commit_;  // waits until every slice is posted
   std::vector<Action> actions_;

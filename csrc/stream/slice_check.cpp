@@ -9,21 +9,25 @@
 namespace kvcore::stream {
 namespace {
 
-constexpr std::size_t kChecksumAt = offsetof(SliceHeader, checksum);
+SliceHeader load_header(const std::byte* slice) {
+  SliceHeader h;
+  std::memcpy(&h, slice, sizeof(h));
+  return h;
+}
 
-void put_checksum(std::byte* slice, std::uint64_t sum) {
-  std::memcpy(slice + kChecksumAt, &sum, sizeof(sum));
+std::uint64_t checksum_of(SliceHeader header, std::span<const std::byte> body) {
+  header.checksum = 0;
+  Xxh3 hash;
+  hash.update(std::as_bytes(std::span(&header, 1)));
+  hash.update(body);
+  const std::uint64_t sum = hash.digest();
+  return sum == 0 ? 1 : sum;
 }
 
 }  // namespace
 
-std::uint64_t slice_checksum(std::span<std::byte> slice) {
-  std::uint64_t kept;
-  std::memcpy(&kept, slice.data() + kChecksumAt, sizeof(kept));
-  put_checksum(slice.data(), 0);
-  const std::uint64_t sum = xxh3_64(slice);
-  put_checksum(slice.data(), kept);
-  return sum == 0 ? 1 : sum;
+std::uint64_t slice_checksum(std::span<const std::byte> slice) {
+  return checksum_of(load_header(slice.data()), slice.subspan(sizeof(SliceHeader)));
 }
 
 SliceHeader expected_header(const pages::PageSpecOptions& spec, std::uint32_t class_id,
@@ -60,16 +64,15 @@ void SliceStamper::stamp(std::span<const std::int32_t> pages, const Shape& shape
     std::byte* slice = pool_->slice(page, run.layer);
     const auto class_id = static_cast<std::uint32_t>(
         pool_->view().records[static_cast<std::size_t>(page)].class_id);
-    const SliceHeader h = expected_header(spec, class_id, run.layer, valid);
-    std::memcpy(slice, &h, sizeof(h));
-    if (checksums_) put_checksum(slice, slice_checksum({slice, bytes}));
+    SliceHeader h = expected_header(spec, class_id, run.layer, valid);
+    if (checksums_) h.checksum = checksum_of(h, std::span(slice, bytes).subspan(sizeof(h)));
+    if (std::memcmp(slice, &h, sizeof(h)) != 0) std::memcpy(slice, &h, sizeof(h));
     memo = full ? key : 0;
   }
 }
 
-Status check_slice(std::span<std::byte> slice, const SliceHeader& expected, bool verify_sum) {
-  SliceHeader h;
-  std::memcpy(&h, slice.data(), sizeof(h));
+Status check_slice(std::span<const std::byte> slice, const SliceHeader& expected, bool verify_sum) {
+  const SliceHeader h = load_header(slice.data());
   const struct {
     const char* name;
     std::int64_t have, want;
@@ -99,6 +102,8 @@ Status check_slice(std::span<std::byte> slice, const SliceHeader& expected, bool
   return {};
 }
 
-void clear_checksum(std::byte* slice) { put_checksum(slice, 0); }
+void clear_checksum(std::byte* slice) {
+  std::memset(slice + offsetof(SliceHeader, checksum), 0, sizeof(SliceHeader::checksum));
+}
 
 }  // namespace kvcore::stream

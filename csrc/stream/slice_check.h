@@ -27,9 +27,8 @@ enum class Checksums : std::uint8_t {
 };
 inline constexpr std::int64_t kSampleEvery = 16;
 
-// xxh3-64 over the slice with its checksum field as 0 (the field is zeroed while it is computed and
-// put back); never 0, which means "not summed".
-std::uint64_t slice_checksum(std::span<std::byte> slice);
+// xxh3-64 over the slice with its checksum field as 0; never 0, which means "not summed".
+std::uint64_t slice_checksum(std::span<const std::byte> slice);
 
 // What the header of (layer, slot) must say.
 SliceHeader expected_header(const pages::PageSpecOptions& spec, std::uint32_t class_id,
@@ -48,7 +47,7 @@ class SliceStamper {
 };
 
 // Corrupt, with the field and both values, unless the slice is what (layer, valid_tokens) asks for.
-Status check_slice(std::span<std::byte> slice, const SliceHeader& expected, bool verify_sum);
+Status check_slice(std::span<const std::byte> slice, const SliceHeader& expected, bool verify_sum);
 
 // A partly filled page goes on being written by its new owner: its checksum no longer holds.
 void clear_checksum(std::byte* slice);

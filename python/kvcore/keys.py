@@ -19,8 +19,8 @@ __all__ = ["KeyChain", "Namespace", "page_keys"]
 class Namespace:
     """Everything besides the tokens that decides what KV a prefix has.
 
-    Each field is text. An empty text is a statement ("no adapter"); None means "not known", and then
-    nothing may be cached: :meth:`digest` is None and there are no keys.
+    Each field is text. An empty text is a statement ("no adapter"); None means "not known", and
+    then nothing may be cached: :meth:`digest` is None and there are no keys.
 
     Attributes:
         tenant_salt: separates tenants that must not share pages.
@@ -85,7 +85,7 @@ class KeyChain:
         self._chain = chain if digest is not None else None
 
     def extend(self, tokens: Any) -> list[bytes]:
-        """Appends tokens (int32 [n], 0 and up) and returns the keys of the units completed by them."""
+        """Appends tokens (int32 [n], 0 and up); returns the keys of the units this completes."""
         return [] if self._chain is None else self._chain.extend(tokens)
 
     @property
