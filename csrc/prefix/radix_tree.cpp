@@ -317,13 +317,17 @@ void RadixTree::evict_tail(Node& leaf, std::size_t wanted, std::vector<std::int3
 
 std::vector<std::int32_t> RadixTree::evict(std::int64_t num_pages) {
   std::vector<std::int32_t> evicted;
+  const std::int64_t begun = tick_++;
   auto next = leaves_.begin();
-  while (static_cast<std::int64_t>(evicted.size()) < num_pages && next != leaves_.end()) {
+  while (static_cast<std::int64_t>(evicted.size()) < num_pages && next != leaves_.end() &&
+         next->first <= begun) {
     Node* leaf = nodes_.at(next->second).get();
-    const std::size_t wanted = at(num_pages) - evicted.size();
-    evict_tail(*leaf, wanted, evicted);
+    evict_tail(*leaf, at(num_pages) - evicted.size(), evicted);
+    if (static_cast<std::int64_t>(evicted.size()) >= num_pages && !leaf->pages.empty()) break;
     if (!leaf->pages.empty()) {
+      // Someone holds it: it is in use now, and the next call need not look at it first again.
       ++next;
+      for (Node* node = leaf; node->parent != nullptr; node = node->parent) touch(node);
       continue;
     }
     // The parent may become a leaf now. It was used no earlier than its child, so nothing that was

@@ -7,7 +7,7 @@
 //   - evictable_pages + protected_pages = pages; protected = nodes with a lock in their subtree;
 //   - a match never covers the whole prompt: at least one token is left to compute.
 // Costs: match O(tokens + nodes on the path); insert the same plus new pages; evict O(log leaves) per
-// page. Nothing is recursive.
+// page, plus once per leaf that is in use and has come to the front. Nothing is recursive.
 // Thread rules: one thread (Python: under the GIL); the pool underneath is thread-safe. No clock: "least
 // recently used" counts calls.
 #pragma once
@@ -73,7 +73,7 @@ class RadixTree {
   Status unlock(NodeId node);
   // Drops the tree's refs of at least num_pages pages (or all it may), least recently used leaves first,
   // from their ends and by whole frames of a leaf. Leaves whose last frame someone else holds are
-  // skipped: dropping them would free nothing.
+  // skipped, and count as used now: dropping them would free nothing.
   std::vector<std::int32_t> evict(std::int64_t num_pages);
   // Drops everything that is not locked, held elsewhere or not; returns the number of pages.
   std::int64_t clear();
