@@ -1,6 +1,9 @@
 # Types of the extension module; each csrc/bindings/bind_<room>.cpp has its stub beside this file.
 from . import base as base
 from . import kernels as kernels
+from . import ops as ops
+from . import pages as pages
+from . import probe as probe
 from . import keys as keys
 from . import pages as pages
 from . import prefix as prefix
