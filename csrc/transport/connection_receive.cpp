@@ -69,6 +69,10 @@ ssize_t Connection::read_socket(std::vector<iovec>* iov) {
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
   if (n <= 0) {
     const std::string how = n == 0 ? "closed" : std::strerror(errno);
+    if (state_ == State::kClosing) {  // it closed as well
+      fail(Error{ErrorCode::kCancelled, "closed by this side"});
+      return -1;
+    }
     const bool setup = state_ == State::kHandshake || state_ == State::kConnecting;
     fail(setup ? Error{ErrorCode::kTransport, text("the connection ended during the handshake (",
                                                    how, "): another key, version or protocol?")}
@@ -215,16 +219,10 @@ void Connection::on_write(const FramePrefix& prefix, Bytes body) {
     if (last) finish_write(head.op);
     return;
   }
-  pull_pieces_ += frame->pieces.size();
-  pulls_[prefix.priority].push_back(Pull{Pull::Kind::kWrite,
-                                         head.op,
-                                         head.grant,
-                                         region->second,
-                                         std::move(frame->pieces),
-                                         0,
-                                         0,
-                                         last,
-                                         {}});
+  Pull item{Pull::Kind::kWrite, head.op, head.grant, region->second, std::move(frame->pieces)};
+  item.last = last;
+  pull_pieces_ += item.weight();
+  pulls_[prefix.priority].push_back(std::move(item));
 }
 
 void Connection::on_result(Bytes body) {
