@@ -276,6 +276,8 @@ void Connection::on_read_request(const FramePrefix& prefix, Bytes body) {
   }
   const auto region = io_->shared.grants.shared_region(grant);
   if (!region) return refuse(region.error());
+  // The command that tells of a fresh region may still be on its way.
+  if (const auto view = io_->shared.grants.region(*region)) announce_region(*region, *view);
   serving_.insert_or_assign(op, Serve{grant, std::move(frame->ranges)});
   OutFrame go{FrameType::kReadGo, static_cast<Priority>(prefix.priority)};
   go.body = make_body(GoHead{op, static_cast<std::uint32_t>(*region)});

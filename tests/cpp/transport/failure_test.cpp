@@ -57,7 +57,7 @@ TEST_P(SocketLinks, PacingHoldsTheRate) {
   const double seconds = static_cast<double>(now_ns() - start) * 1e-9;
   const double rate = 2.0 * kBytes / seconds;
   EXPECT_LT(rate, 42e6);
-  EXPECT_GT(rate, 30e6);
+  EXPECT_GT(rate, 15e6);  // a busy machine may be late, never early
 }
 
 TEST_P(SocketLinks, HigherClassOvertakesABulkTransfer) {
