@@ -3,7 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +15,7 @@
 #include "pages/block_table.h"
 #include "pages/page_spec.h"
 #include "pages/pool.h"
+#include "pages/sequence.h"
 #include "pages/slice_io.h"
 
 namespace py = pybind11;
@@ -179,6 +182,7 @@ void bind_pool(py::module_& m) {
            },
            py::arg("page"))
       .def("_stats", &stats_tuple)
+      .def("set_faults", &Pool::set_faults, py::arg("faults"))
       .def("read_slice", &read_slice, py::arg("page"), py::arg("layer"))
       .def("write_slice", &write_slice, py::arg("page"), py::arg("layer"), py::arg("k"), py::arg("v"))
       .def_property_readonly("spec", &Pool::spec)
@@ -186,6 +190,25 @@ void bind_pool(py::module_& m) {
       .def_property_readonly("num_pages", &Pool::num_pages)
       .def_property_readonly("view_address",
                              [](const Pool& p) { return reinterpret_cast<std::uintptr_t>(&p.view()); });
+}
+
+void bind_sequence(py::module_& m) {
+  using pages::SequencePages;
+  py::class_<SequencePages>(m, "SequencePages")
+      .def(py::init<std::shared_ptr<Pool>>(), py::arg("pool").none(false))
+      .def("adopt",
+           [](SequencePages& s, const PageList& l, std::int64_t n) { unwrap(s.adopt(l, n)); },
+           py::arg("prefix"), py::arg("num_tokens"))
+      .def("grow", [](SequencePages& s, std::int64_t n) { unwrap(s.grow(n)); }, py::arg("num_tokens"))
+      .def("truncate", [](SequencePages& s, std::int64_t n) { unwrap(s.truncate(n)); },
+           py::arg("num_tokens"))
+      .def("replace_prefix", [](SequencePages& s, const PageList& l) { unwrap(s.replace_prefix(l)); },
+           py::arg("pages"))
+      .def("release", &SequencePages::release)
+      .def_property_readonly("released", &SequencePages::released)
+      .def_property_readonly("pages", &SequencePages::pages)
+      .def_property_readonly("num_tokens", &SequencePages::num_tokens)
+      .def_property_readonly("capacity_tokens", &SequencePages::capacity_tokens);
 }
 
 py::array_t<std::int32_t> block_table(const std::vector<PageList>& rows, std::optional<std::int64_t> max_pages) {
@@ -216,6 +239,7 @@ void bind_pages(py::module_ m) {
   bind_spec(m);
   bind_arena(m);
   bind_pool(m);
+  bind_sequence(m);
   m.def("usable_prefix", &pages::usable_prefix, py::arg("num_tokens"), py::arg("page_size"));
   m.def("block_table", &block_table, py::arg("rows"), py::arg("max_pages") = py::none());
   m.def("slot_mapping", &slot_mapping, py::arg("pages"), py::arg("page_size"), py::arg("first_token"),

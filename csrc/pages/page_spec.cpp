@@ -9,7 +9,6 @@ namespace kvcore::pages {
 namespace {
 
 constexpr std::int64_t kWantedRunBytes = 128 << 10;
-constexpr std::int32_t kMaxExtentPages = 16;
 
 std::int64_t align_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
 

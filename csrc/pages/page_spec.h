@@ -14,6 +14,8 @@
 
 namespace kvcore::pages {
 
+constexpr std::int32_t kMaxExtentPages = 16;
+
 struct PageSpecOptions {
   std::int32_t num_layers = 0;
   std::int32_t num_kv_heads = 0;

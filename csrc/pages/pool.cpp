@@ -60,7 +60,7 @@ Result<std::vector<std::int32_t>> Pool::alloc(std::int64_t num_pages) {
   const std::int32_t extent = spec_.options().extent_pages;
   const std::int64_t frames = num_pages / extent + (num_pages % extent != 0);
   std::lock_guard lock(mutex_);
-  if (frames > static_cast<std::int64_t>(free_.size()))
+  if (frames > static_cast<std::int64_t>(free_.size()) || fails(faults_.get(), "pool.alloc"))
     return Error{ErrorCode::kOutOfPages,
                  text("wanted ", num_pages, " pages = ", frames, " frames of ", extent,
                       " pages, but only ", free_.size(), " of ", num_frames_, " frames are free")};
@@ -190,10 +190,19 @@ Result<bool> Pool::is_sealed(std::int32_t page) const {
   return sealed_[at(page)] != 0;
 }
 
-bool Pool::is_last_ref(std::int32_t page) const {
+Status Pool::frame_refs(std::int32_t page, std::span<PageRefs> out) const {
+  KVCORE_RETURN_IF_ERROR(check_page(page));
+  const std::int32_t extent = spec_.options().extent_pages;
+  if (out.size() != at(extent))
+    return invalid_argument(text("out has ", out.size(), " entries: allowed ", extent));
   std::lock_guard lock(mutex_);
-  if (!check_page(page)) return false;
-  return refs_[at(page)].owner == 1 && refs_[at(page)].io == 0;
+  std::copy_n(refs_.begin() + page / extent * extent, extent, out.begin());
+  return {};
+}
+
+void Pool::set_faults(std::shared_ptr<FaultPlan> faults) {
+  std::lock_guard lock(mutex_);
+  faults_ = std::move(faults);
 }
 
 PoolStats Pool::stats() const {

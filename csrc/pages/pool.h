@@ -20,6 +20,7 @@
 #include <span>
 #include <vector>
 
+#include "base/fault.h"
 #include "base/page_layout.h"
 #include "base/result.h"
 #include "pages/arena.h"
@@ -64,14 +65,16 @@ class Pool {
   Result<std::uint64_t> generation(std::int32_t page) const;
   Result<PageRefs> refs(std::int32_t page) const;
   Result<bool> is_sealed(std::int32_t page) const;
-  // True if dropping one owner ref of `page` would leave it without any ref.
-  bool is_last_ref(std::int32_t page) const;
+  // The refs of all pages of the frame `page` lies in; out has extent_pages entries.
+  Status frame_refs(std::int32_t page, std::span<PageRefs> out) const;
   PoolStats stats() const;
 
   const PageSpec& spec() const noexcept { return spec_; }
   const std::shared_ptr<Arena>& arena() const noexcept { return arena_; }
   std::int64_t num_pages() const noexcept { return view_.num_pages; }
   const PagesView& view() const noexcept { return view_; }
+  // Test hook: alloc fails as if out of pages where the plan says so (point "pool.alloc").
+  void set_faults(std::shared_ptr<FaultPlan> faults);
   // First byte of a slice; the caller has checked page and layer.
   std::byte* slice(std::int32_t page, std::int32_t layer) const noexcept;
 
@@ -101,6 +104,7 @@ class Pool {
   std::int64_t held_pages_ = 0;
   std::int64_t io_pages_ = 0;
   std::int64_t sealed_pages_ = 0;
+  std::shared_ptr<FaultPlan> faults_;
 };
 
 }  // namespace kvcore::pages

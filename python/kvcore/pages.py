@@ -1,4 +1,4 @@
-"""Pages of KV: their geometry (:class:`PageSpec`), memory (:class:`Arena`) and life (:class:`Pool`).
+"""Pages of KV: geometry (:class:`PageSpec`), memory (:class:`Arena`), life (:class:`Pool`).
 
 A page is ``page_size`` tokens of all layers. Pages live in frames of ``extent_pages`` consecutive
 pages, layer-major inside; page id = frame * extent_pages + i. See ``csrc/pages``.
@@ -16,6 +16,7 @@ __all__ = [
     "Pool",
     "PoolStats",
     "ReadonlyMapping",
+    "SequencePages",
     "block_table",
     "slot_mapping",
     "usable_prefix",
@@ -24,6 +25,7 @@ __all__ = [
 PageSpec = _core.pages.PageSpec
 Arena = _core.pages.Arena
 ReadonlyMapping = _core.pages.ReadonlyMapping
+SequencePages = _core.pages.SequencePages
 block_table = _core.pages.block_table
 slot_mapping = _core.pages.slot_mapping
 usable_prefix = _core.pages.usable_prefix
@@ -39,7 +41,7 @@ class PoolStats:
         held_pages: pages with an owner ref.
         io_pages: pages with an io ref.
         sealed_pages: immutable pages.
-        arena_bytes, arena_huge_bytes: size of the arena, and how much the kernel maps by 2 MiB pages.
+        arena_bytes, arena_huge_bytes: size of the arena, and the part mapped by 2 MiB pages.
     """
 
     num_frames: int

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from kvcore._core import base
 from kvcore.errors import InvalidArgument
 

@@ -1,0 +1,1 @@
+"""One module per case, each with ``run(context)`` that yields results."""

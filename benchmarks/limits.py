@@ -1,0 +1,77 @@
+"""What this machine can do with one thread, measured next to the cases.
+
+``python benchmarks/limits.py`` prints them alone, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+
+from harness import percentile
+from kvcore._core import probe
+
+MIB = 1 << 20
+
+
+class LinearRead:
+    """Reads of 64 MiB out of 768 MiB on huge pages, another part each time: no cache holds them."""
+
+    unit = "GB/s"
+    name = "linear_read"
+
+    def __init__(self, total_mib: int = 768, part_mib: int = 64) -> None:
+        self._probe = probe.ReadProbe(total_mib * MIB)
+        self._part, self._next = part_mib * MIB, 0
+
+    def __call__(self) -> float:
+        """GB/s (decimal) of one read."""
+        taken = self._probe.read(self._next, self._part)
+        self._next = (self._next + self._part) % self._probe.bytes
+        return self._part / taken / 1e9
+
+
+class Flops:
+    """Peak of multiply-adds in registers: bf16 pair products where the CPU has them, else f32."""
+
+    unit = "GFLOP/s"
+
+    def __init__(self, bf16: bool, iterations: int = 50_000) -> None:
+        self.name = "dot_bf16_peak" if bf16 else "fma_f32_peak"
+        self._peak = probe.dot_bf16_peak if bf16 else probe.fma_f32_peak
+        self._iterations = iterations
+
+    def __call__(self) -> float:
+        """GFLOP/s of one run."""
+        taken, flops = self._peak(self._iterations)
+        return float(flops / taken / 1e9)
+
+
+def has_dot_bf16() -> bool:
+    """Whether this CPU multiplies bf16 pairs (AVX512_BF16)."""
+    from kvcore.errors import Unsupported
+
+    try:
+        probe.dot_bf16_peak(1)
+    except Unsupported:
+        return False
+    return True
+
+
+def main() -> None:
+    limits = [LinearRead(), Flops(bf16=False)]
+    if has_dot_bf16():
+        limits.append(Flops(bf16=True))
+    for limit in limits:
+        rates = [limit() for _ in range(50)]
+        line = {
+            "limit": limit.name,
+            "unit": limit.unit,
+            "best": round(max(rates), 2),
+            "median": round(percentile(rates, 50), 2),
+            "threads": 1,
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Benchmarks: ``python benchmarks/run.py [--list] [--case NAME] [--quick] [--peer NAME=PYTHON]``.
+
+One JSON object a line on standard output (fields: harness.Result). Peers are other systems in
+virtual environments of their own; ``--peer vllm=/path/to/python`` runs vLLM in model_step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness import ROOT, Context, Result, commit
+
+CASES = {
+    "decode_attention": "one query row over a long context, against the linear read limit",
+    "prefill_attention": "causal chunks over a long context, against the multiply-add peak",
+    "prefix_lookup": "match and pin a cached prefix, microseconds",
+    "model_step": "a decode step and a cold first token of SmolLM2, against peers on one thread",
+}
+PEERS = ("vllm",)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be repeated")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller repetitions")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
+    parser.add_argument("--model", help="model of model_step: directory, GGUF file or name")
+    parser.add_argument(
+        "--save", type=Path, metavar="DIR", help="also write the lines to a file there"
+    )
+    return parser.parse_args()
+
+
+def peers_of(arguments: list[str]) -> dict[str, str]:
+    """``NAME=PYTHON`` pairs, checked."""
+    peers = {}
+    for argument in arguments:
+        name, _, python = argument.partition("=")
+        if name not in PEERS or not Path(python).exists():
+            raise SystemExit(f"--peer {argument}: wanted NAME=PYTHON with NAME one of {PEERS}")
+        peers[name] = python
+    return peers
+
+
+def results(args: argparse.Namespace) -> Iterator[Result]:
+    """Every result of the chosen cases, as it comes."""
+    context = Context(args.quick, peers_of(args.peer), args.model)
+    for name in args.case or CASES:
+        run: Callable[[Context], Iterator[Result]] = importlib.import_module(f"cases.{name}").run
+        yield from run(context)
+
+
+def main() -> None:
+    args = parse()
+    if args.list:
+        for name, text in CASES.items():
+            print(f"{name:20} {text}")
+        return
+    lines = []
+    for result in results(args):
+        lines.append(json.dumps(result.as_dict()))
+        print(lines[-1], flush=True)
+    if args.save:
+        day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+        args.save.mkdir(parents=True, exist_ok=True)
+        target = args.save / f"{day}-{commit()}.jsonl"
+        target.write_text("\n".join(lines) + "\n")
+        print(f"written: {target.relative_to(ROOT) if target.is_relative_to(ROOT) else target}",
+              file=sys.stderr)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+#define KVCORE_ISA_NS avx2
+#include "kernels/attention/unit.h"
+#include "kernels/dispatch/levels.h"
+#include "kernels/simd/avx2.h"
+//
+#include "kernels/attention/attend_impl.h"
+
+namespace kvcore::kernels::avx2 {
+
+void attend_unit_entry(const AttendUnit& unit) { attend_unit(unit); }
+void fold_unit_entry(const AttendUnit& unit) { fold_unit(unit); }
+void merge_rows_entry(const MergeRows& rows) { merge_rows(rows); }
+
+}  // namespace kvcore::kernels::avx2

@@ -1,0 +1,114 @@
+// AttentionPlan: paged attention of one batch, prepared once and run for every layer.
+//
+//   prepare(batch)             validates, copies what it needs of the batch and cuts it into work
+//   units append(layer, k, v)        writes the new tokens' K and V into their pages attend(layer,
+//   q, out, lse) causal attention of every new token over its sequence's pages
+//
+// Sequence s has q_len = cu_seqlens_q[s+1] - cu_seqlens_q[s] new tokens and context_lens[s] tokens
+// in KV, the new ones last: new token i is token context_len - q_len + i and sees all up to itself.
+// A token that sees nothing (q_len > context_len) gets out = 0 and lse = -inf.
+//
+// Row invariance: a row's bits depend only on its query and its pages, at a given instruction set
+// level: not on the batch, the chunking, the page size or the number of threads.
+// Thread rules: one plan is used by one thread at a time; it runs on the ThreadPool it was made
+// with. The PagesView and the pool must outlive the plan. No memory is allocated after prepare().
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/page_layout.h"
+#include "base/result.h"
+#include "base/thread_pool.h"
+#include "kernels/attention/unit.h"
+#include "kernels/layout/layout.h"
+
+namespace kvcore::kernels {
+
+struct BatchArgs {
+  std::int64_t num_seqs = 0;
+  const std::int32_t* cu_seqlens_q = nullptr;  // [num_seqs + 1], from 0, not decreasing
+  const std::int32_t* context_lens = nullptr;  // [num_seqs], new tokens included
+  const std::int32_t* block_table = nullptr;   // [num_seqs, max_pages] page ids
+  std::int64_t max_pages = 0;
+  std::int64_t block_table_stride = 0;  // elements between rows
+};
+
+struct AttendArgs {
+  const void* q = nullptr;    // [tokens, num_q_heads, head_dim_k]
+  std::int64_t q_stride = 0;  // elements between tokens; heads and dims contiguous
+  void* out = nullptr;        // [tokens, num_q_heads, head_dim_v]
+  std::int64_t out_stride = 0;
+  float* lse = nullptr;        // [tokens, num_q_heads] natural log, contiguous; may be null
+  DType dtype = DType::kBf16;  // of q and out, whatever the pages' format
+};
+
+class AttentionPlan {
+ public:
+  // scale 0 = 1 / sqrt(head_dim_k). threads null = the calling thread alone.
+  static Result<std::unique_ptr<AttentionPlan>> make(const PagesView* pages,
+                                                     std::int64_t num_q_heads, double scale = 0,
+                                                     ThreadPool* threads = nullptr);
+
+  Status prepare(const BatchArgs& batch);
+  Status append(std::int64_t layer, TokenRows k, TokenRows v, DType dtype);
+  Status attend(std::int64_t layer, const AttendArgs& args);
+
+  std::int64_t num_seqs() const noexcept { return static_cast<std::int64_t>(sequences_.size()); }
+  std::int64_t num_tokens() const noexcept { return num_tokens_; }
+  std::int32_t num_q_heads() const noexcept { return num_q_heads_; }
+  // The softmax scale; make() with it gives the same bits.
+  double scale() const noexcept { return scale_log2_ / 1.4426950408889634; }
+  const PagesView& pages() const noexcept { return *pages_; }
+  // Of sequence s: tokens in KV, new tokens, and its page ids.
+  std::int64_t context_len(std::int64_t s) const { return at(s).context_len; }
+  std::int64_t q_len(std::int64_t s) const { return at(s).q_len; }
+  const std::int32_t* page_ids(std::int64_t s) const { return page_ids_.data() + at(s).first_page; }
+
+ private:
+  struct Sequence {
+    std::int64_t first_token, q_len, context_len;
+    std::int64_t first_page;  // in page_ids_
+  };
+  // A part of one sequence's rows. Cut along segments, several units share a fold.
+  struct Unit {
+    std::int64_t sequence;
+    std::int64_t t0, t1;
+    std::int32_t h0, h1;
+    std::int64_t segment0, segment1;
+    std::int64_t partial_row;  // into partials; -1: the unit writes out itself
+  };
+  struct Call;
+
+  AttentionPlan(const PagesView* pages, std::int32_t num_q_heads, float scale, ThreadPool* threads);
+  Status validate(const BatchArgs& batch) const;
+  const Sequence& at(std::int64_t s) const { return sequences_[static_cast<std::size_t>(s)]; }
+  int num_threads() const { return threads_ == nullptr ? 1 : threads_->num_threads(); }
+  void cut(std::int64_t s);
+  void add_unit(const Unit& unit, bool by_segment);
+  void reserve_scratch();
+  AttendUnit expand(const Unit& unit, const Call& call, const Scratch& scratch) const;
+  static void run_units(void* call, int thread);
+  static void run_folds(void* call, int thread);
+
+  const PagesView* pages_;
+  std::int32_t num_q_heads_;
+  std::int32_t group_;
+  float scale_log2_;
+  ThreadPool* threads_;
+  bool k_pairs_ = false, k_floats_ = false;
+
+  std::int64_t num_tokens_ = 0;
+  std::vector<Sequence> sequences_;
+  std::vector<std::int32_t> page_ids_;
+  std::vector<Unit> units_, folds_;
+  std::int64_t max_rows_ = 0, partial_rows_ = 0;
+  std::vector<float> memory_;  // scratch of all threads, then partials
+  std::vector<Scratch> scratch_;
+  float* partial_out_ = nullptr;
+  float* partial_lse_ = nullptr;
+};
+
+}  // namespace kvcore::kernels

@@ -1,0 +1,210 @@
+// One step of attention: 64 tokens of one KV head against groups of rows.
+#pragma once
+
+#include "kernels/attention/tile_impl.h"
+
+namespace kvcore::kernels::KVCORE_ISA_NS {
+namespace {
+
+constexpr int kMaxPieces = 4;  // pages of 16 tokens in one step
+
+struct Piece {  // consecutive tokens of one page inside one step, for one KV head
+  const char* k;
+  const char* v;
+  std::int64_t v_tokens;  // tokens of the block by which V's dim blocks are strided
+  std::int64_t v_first;   // of those, the piece's first
+  int first, count;       // in the step
+  int lanes;              // tokens of one K block row
+  Format k_format, v_format;
+};
+
+struct Step {
+  Piece pieces[kMaxPieces];
+  int num_pieces;
+  bool p_pairs, p_floats;  // forms of p the pieces' V formats ask for
+};
+
+inline std::int64_t bytes_of(Format f) { return f == Format::kF32 ? 4 : 2; }
+inline bool takes_pairs(Format f) { return kBf16Pairs && f == Format::kBf16; }
+inline std::int64_t at_most(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
+// The pieces of the step that starts at absolute token `start`, of which `tokens` are in use.
+void find_pieces(const AttendUnit& u, std::int32_t h, std::int64_t start, std::int64_t tokens,
+                 Step& step) {
+  const PagesView& pv = *u.pages;
+  const std::int64_t page = pv.page_size;
+  step.num_pieces = 0;
+  step.p_pairs = step.p_floats = false;
+  for (std::int64_t i = 0; i < tokens;) {
+    const std::int64_t in_page = (start + i) % page;
+    const PageRecord& record = pv.records[u.block_row[(start + i) / page]];
+    const ClassView& cls = pv.classes[record.class_id];
+    const HeadBlock& head = cls.heads[h];
+    const char* slice = reinterpret_cast<const char*>(pv.arena) + record.offset_bytes +
+                        u.layer * cls.layer_stride_bytes;
+    Piece& p = step.pieces[step.num_pieces++];
+    p.first = static_cast<int>(i);
+    p.lanes = static_cast<int>(at_most(page, kTokenBlock));
+    p.count =
+        p.lanes;  // in_page is a multiple of lanes: steps and pages start at multiples of both
+    p.k_format = head.k_format;
+    p.v_format = head.v_format;
+    p.k = slice + head.k_offset_bytes;
+    p.v = slice + head.v_offset_bytes;
+    if (cls.layout == LayoutId::kPacked) {
+      p.k += in_page * pv.head_dim_k * bytes_of(p.k_format);
+      p.v_tokens = page;
+      p.v_first = in_page;
+    } else {
+      char* k_out = u.scratch->packed + i * (pv.head_dim_k + pv.head_dim_v) * 4;
+      char* v_out = k_out + std::int64_t{p.count} * pv.head_dim_k * 4;
+      u.pack(p.k, p.v, in_page, p.count, pv.head_dim_k, pv.head_dim_v, p.k_format, p.v_format,
+             k_out, v_out);
+      p.k = k_out;
+      p.v = v_out;
+      p.v_tokens = p.count;
+      p.v_first = 0;
+    }
+    (takes_pairs(p.v_format) ? step.p_pairs : step.p_floats) = true;
+    i += p.count;
+  }
+}
+
+// The scores of one group of rows in one step, then their probabilities in the forms PV reads.
+struct Group {
+  alignas(64) float scores[kMaxRows][kStepTokens];
+  alignas(64) float p[kMaxRows][kStepTokens];
+  alignas(64) std::uint32_t p_pairs[kMaxRows][kStepTokens / 2];
+  alignas(64) float alpha[kMaxLanes];
+  alignas(64) float ones[kMaxLanes];
+  float base[kMaxRows];
+};
+
+// scores[m][0..n) = q . k, in the pieces' own arithmetic; lanes from n on may hold anything.
+inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, int rows,
+                      std::int64_t n, Group& g) {
+  const std::int32_t dk = u.pages->head_dim_k;
+  for (int i = 0; i < step.num_pieces && step.pieces[i].first < n; ++i) {
+    const Piece& p = step.pieces[i];
+    const bool pairs = takes_pairs(p.k_format);
+    TileArgs t;
+    t.a = pairs ? static_cast<const void*>(u.scratch->q_pairs + row * (dk / 2))
+                : static_cast<const void*>(u.scratch->q_floats + row * dk);
+    t.a_stride = pairs ? dk * 2 : dk * 4;
+    t.b = p.k;
+    t.b_stride = p.lanes * (p.k_format == Format::kF16 ? 2 : 4);
+    t.k = p.k_format == Format::kBf16 ? dk / 2 : dk;
+    t.half_row = false;
+    t.c = &g.scores[0][p.first];
+    t.c_stride = kStepTokens;
+    t.alpha = nullptr;
+    const int lanes16 = static_cast<int>((at_most(n - p.first, p.count) + 15) / 16);
+    run_tiles(p.k_format, rows, lanes16, t);
+  }
+}
+
+// First half of the online softmax of a row: the new maximum, and by how much it grew (<= 0).
+template <bool Full>
+inline void maximum_of(const AttendUnit& u, std::int64_t row, int m, std::int64_t n, Group& g) {
+  const float inf = __builtin_inff();
+  F top = set1(-inf);
+#pragma GCC unroll 4
+  for (int j = 0; j * kW < (Full ? kStepTokens : n); ++j) {
+    F x = load(&g.scores[m][j * kW]);
+    if (!Full) x = first_n(static_cast<std::int32_t>(n) - j * kW, x, set1(-inf));
+    top = vmax(top, x);
+  }
+  const float step_m = hmax(top) * u.scale_log2;
+  const float old_m = u.scratch->m[row];
+  const float new_m = step_m > old_m ? step_m : old_m;
+  g.base[m] = new_m == -inf ? 0.f : new_m;
+  g.alpha[m] = old_m - g.base[m];  // exactly 0, and so a factor of 1, where the maximum stays
+  u.scratch->m[row] = new_m;
+}
+
+// Second half: scores -> p, and the row's sums. g.alpha holds the factors by now.
+template <bool Full>
+inline void probabilities_of(const AttendUnit& u, const Step& step, std::int64_t row, int m,
+                             std::int64_t n, Group& g) {
+  const F scale = set1(u.scale_log2), minus_base = set1(-g.base[m]);
+  F sum = set1(0.f);
+#pragma GCC unroll 4
+  for (int j = 0; j < kStepTokens / kW; ++j) {
+    F e = set1(0.f);
+    if (Full || j * kW < n) e = exp2(fma(load(&g.scores[m][j * kW]), scale, minus_base));
+    if (!Full) e = first_n(static_cast<std::int32_t>(n) - j * kW, e, set1(0.f));
+    sum = add(sum, e);
+    if (step.p_pairs) store_bf16(reinterpret_cast<char*>(g.p_pairs[m]) + 2 * j * kW, e);
+    if (step.p_floats) store(&g.p[m][j * kW], e);
+  }
+  float* l = u.scratch->l + row * kMaxLanes;
+  store(l, fma(load(l), set1(g.alpha[m]), sum));
+}
+
+template <bool Full>
+inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, int rows,
+                    std::int64_t n, Group& g) {
+  static_assert(kMaxRows <= kW);
+  for (int m = 0; m < rows; ++m) maximum_of<Full>(u, row + m, m, n, g);
+  store(g.alpha, exp2(load(g.alpha)));
+  for (int m = 0; m < rows; ++m) probabilities_of<Full>(u, step, row + m, m, n, g);
+}
+
+// o = alpha * o + p . V over the step's first n tokens, reading V forward.
+inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, int rows,
+                      std::int64_t n, const Group& g) {
+  const std::int32_t dv = u.pages->head_dim_v;
+  for (int i = 0; i < step.num_pieces && step.pieces[i].first < n; ++i) {
+    const Piece& p = step.pieces[i];
+    const std::int64_t tokens = at_most(n - p.first, p.count);
+    const bool pairs = takes_pairs(p.v_format);
+    TileArgs t;
+    t.a = pairs ? static_cast<const void*>(&g.p_pairs[0][p.first / 2])
+                : static_cast<const void*>(&g.p[0][p.first]);
+    t.a_stride = pairs ? kStepTokens * 2 : kStepTokens * 4;
+    t.k = p.v_format == Format::kBf16 ? tokens / 2 : tokens;
+    t.half_row = p.v_format == Format::kBf16 && tokens % 2 != 0;
+    t.c_stride = dv;
+    t.alpha = i == 0 ? g.alpha : g.ones;
+    for (std::int32_t d = 0; d < dv; d += static_cast<std::int32_t>(kDimBlock)) {
+      const std::int64_t dims = at_most(dv - d, kDimBlock);
+      t.b = p.v + (p.v_tokens * d + p.v_first * dims) * bytes_of(p.v_format);
+      t.b_stride = dims * (p.v_format == Format::kF16 ? 2 : 4);
+      t.c = u.scratch->o_segment + row * dv + d;
+      run_tiles(p.v_format, rows, static_cast<int>(dims / 16), t);
+    }
+  }
+}
+
+// Rows [row, row + count) that see the step's first n tokens, in near-equal groups.
+inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, std::int64_t count,
+                     std::int64_t n, Group& g) {
+  for (std::int64_t left = (count + kMaxRows - 1) / kMaxRows; left > 0; --left) {
+    const int rows = static_cast<int>((count + left - 1) / left);
+    scores_of(u, step, row, rows, n, g);
+    if (n == kStepTokens)
+      softmax<true>(u, step, row, rows, n, g);
+    else
+      softmax<false>(u, step, row, rows, n, g);
+    values_of(u, step, row, rows, n, g);
+    row += rows;
+    count -= rows;
+  }
+}
+
+// One step of one KV head. Rows that see all of it go in full groups; rows of tokens inside the
+// causal edge go token by token, so that what a row cannot see is never multiplied, not even by 0.
+void run_step(const AttendUnit& u, std::int32_t h, std::int64_t start, Group& g) {
+  const std::int64_t tokens = at_most(u.first_visible + u.t1 - 1 - start, kStepTokens);
+  Step step;
+  find_pieces(u, h, start, tokens, step);
+  const std::int64_t base = (h - u.h0) * (u.t1 - u.t0) * u.group - u.t0 * u.group;
+  std::int64_t t = u.t0;
+  if (u.first_visible + t <= start) t = start - u.first_visible + 1;
+  for (; t < u.t1 && u.first_visible + t - start < kStepTokens; ++t)
+    run_rows(u, step, base + t * u.group, u.group, u.first_visible + t - start, g);
+  if (t < u.t1) run_rows(u, step, base + t * u.group, (u.t1 - t) * u.group, kStepTokens, g);
+}
+
+}  // namespace
+}  // namespace kvcore::kernels::KVCORE_ISA_NS

@@ -1,0 +1,217 @@
+#include "kernels/layout/layout.h"
+
+#include <cstring>
+
+#include "base/text.h"
+#include "kernels/layout/convert.h"
+#include "kernels/layout/head_layout.h"
+
+namespace kvcore::kernels {
+namespace {
+
+constexpr std::int64_t kChunk = 16;  // tokens converted at a time
+constexpr std::int64_t kMaxDim = 1024;
+
+struct SliceRef {
+  std::byte* data;
+  const ClassView* cls;
+};
+
+SliceRef slice_of(const PagesView& pages, std::int64_t page, std::int64_t layer) {
+  const PageRecord& record = pages.records[page];
+  const ClassView& cls = pages.classes[record.class_id];
+  return {pages.arena + record.offset_bytes + layer * cls.layer_stride_bytes, &cls};
+}
+
+Status check(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
+  if (value >= low && value <= high) return {};
+  return invalid_argument(text(field, "=", value, " is out of range: allowed ", low, " to ", high));
+}
+
+Status check_stride(const char* field, std::int64_t stride, std::int64_t width,
+                    std::int64_t tokens) {
+  if (tokens <= 1 || stride >= width) return {};
+  return invalid_argument(text(field, " has a token stride of ", stride,
+                               " elements: expected at least num_kv_heads * head_dim = ", width));
+}
+
+Status check_slice(const PagesView& p, std::int64_t page, std::int64_t layer, std::int64_t first,
+                   std::int64_t count) {
+  KVCORE_RETURN_IF_ERROR(check("page", page, 0, p.num_pages - 1));
+  KVCORE_RETURN_IF_ERROR(check("layer", layer, 0, p.num_layers - 1));
+  KVCORE_RETURN_IF_ERROR(check("first", first, 0, p.page_size));
+  return check("count", count, 0, p.page_size - first);
+}
+
+Status check_head_dims(const PagesView& p) {
+  KVCORE_RETURN_IF_ERROR(check("head_dim_k", p.head_dim_k, 16, kMaxDim));
+  return check("head_dim_v", p.head_dim_v, 16, kMaxDim);
+}
+
+// One head's rows into its block, converting in small chunks where dtype and format differ.
+void write_head(Part part, const BlockShape& shape, char* block, std::int64_t first,
+                std::int64_t count, const char* rows, std::int64_t stride, DType dtype) {
+  const std::int64_t stride_bytes = stride * size_of(dtype);
+  if (dtype == dtype_of(shape.format)) {
+    move_rows<false>(part, shape, block, first, count, Rows<const char>{rows, stride_bytes});
+    return;
+  }
+  alignas(64) char converted[kChunk * kMaxDim * 4];
+  const std::int64_t row_bytes = shape.dim * size_of(shape.format);
+  for (std::int64_t i = 0; i < count; i += kChunk) {
+    const std::int64_t n = std::min(kChunk, count - i);
+    for (std::int64_t j = 0; j < n; ++j)
+      convert_row(rows + (i + j) * stride_bytes, dtype, converted + j * row_bytes,
+                  dtype_of(shape.format), shape.dim);
+    move_rows<false>(part, shape, block, first + i, n, Rows<const char>{converted, row_bytes});
+  }
+}
+
+void read_head(Part part, const BlockShape& shape, const char* block, std::int64_t first,
+               std::int64_t count, char* rows, std::int64_t stride, DType dtype) {
+  const std::int64_t stride_bytes = stride * size_of(dtype);
+  if (dtype == dtype_of(shape.format)) {
+    move_rows<true>(part, shape, block, first, count, Rows<char>{rows, stride_bytes});
+    return;
+  }
+  alignas(64) char raw[kChunk * kMaxDim * 4];
+  const std::int64_t row_bytes = shape.dim * size_of(shape.format);
+  for (std::int64_t i = 0; i < count; i += kChunk) {
+    const std::int64_t n = std::min(kChunk, count - i);
+    move_rows<true>(part, shape, block, first + i, n, Rows<char>{raw, row_bytes});
+    for (std::int64_t j = 0; j < n; ++j)
+      convert_row(raw + j * row_bytes, dtype_of(shape.format), rows + (i + j) * stride_bytes, dtype,
+                  shape.dim);
+  }
+}
+
+void write_header(const SliceRef& slice, const PageRecord& record, std::int64_t layer) {
+  SliceHeader header{};
+  header.magic = kSliceMagic;
+  header.class_id = static_cast<std::uint32_t>(record.class_id);
+  header.layer = static_cast<std::uint16_t>(layer);
+  header.format = slice.cls->heads[0].k_format;
+  header.layout = slice.cls->layout;
+  std::memcpy(slice.data, &header, sizeof header);
+}
+
+}  // namespace
+
+void write_tokens(const PagesView& pages, std::int64_t page, std::int64_t layer, std::int64_t first,
+                  std::int64_t count, TokenRows k, TokenRows v, DType dtype) {
+  if (count == 0) return;
+  const SliceRef slice = slice_of(pages, page, layer);
+  if (first == 0) write_header(slice, pages.records[page], layer);
+  char* data = reinterpret_cast<char*>(slice.data);
+  const std::int64_t value = size_of(dtype);
+  for (std::int32_t h = 0; h < pages.num_kv_heads; ++h) {
+    const HeadBlock& head = slice.cls->heads[h];
+    const LayoutId layout = slice.cls->layout;
+    write_head(Part::kK, {pages.page_size, pages.head_dim_k, head.k_format, layout},
+               data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
+               k.stride, dtype);
+    write_head(Part::kV, {pages.page_size, pages.head_dim_v, head.v_format, layout},
+               data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
+               v.stride, dtype);
+  }
+}
+
+void pack_tokens(const char* k, const char* v, std::int64_t first, std::int64_t count,
+                 std::int32_t head_dim_k, std::int32_t head_dim_v, Format k_format, Format v_format,
+                 char* k_out, char* v_out) {
+  const std::int64_t k_row = head_dim_k * size_of(k_format), v_row = head_dim_v * size_of(v_format);
+  move_rows<false>(Part::kK, {count, head_dim_k, k_format, LayoutId::kPacked}, k_out, 0, count,
+                   Rows<const char>{k + first * k_row, k_row});
+  move_rows<false>(Part::kV, {count, head_dim_v, v_format, LayoutId::kPacked}, v_out, 0, count,
+                   Rows<const char>{v + first * v_row, v_row});
+}
+
+Status append_kv(const PagesView& pages, std::int64_t layer, TokenRows k, TokenRows v, DType dtype,
+                 std::span<const std::int64_t> slot_mapping) {
+  const std::int64_t slots = pages.num_pages * pages.page_size;
+  const auto tokens = static_cast<std::int64_t>(slot_mapping.size());
+  KVCORE_RETURN_IF_ERROR(check_head_dims(pages));
+  KVCORE_RETURN_IF_ERROR(check("layer", layer, 0, pages.num_layers - 1));
+  KVCORE_RETURN_IF_ERROR(
+      check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, tokens));
+  KVCORE_RETURN_IF_ERROR(
+      check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, tokens));
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    const std::int64_t slot = slot_mapping[static_cast<std::size_t>(i)];
+    if (slot < -1 || slot >= slots)
+      return invalid_argument(
+          text("slot_mapping[", i, "]=", slot, " is out of range: allowed -1 to ", slots - 1));
+  }
+  const std::int64_t bytes = size_of(dtype);
+  for (std::int64_t i = 0; i < tokens;) {
+    const std::int64_t slot = slot_mapping[static_cast<std::size_t>(i)];
+    std::int64_t n = 1;  // tokens that follow each other in the same page go together
+    while (slot >= 0 && i + n < tokens && (slot + n) % pages.page_size != 0 &&
+           slot_mapping[static_cast<std::size_t>(i + n)] == slot + n)
+      ++n;
+    if (slot >= 0)
+      write_tokens(pages, slot / pages.page_size, layer, slot % pages.page_size, n,
+                   {k.data + i * k.stride * bytes, k.stride},
+                   {v.data + i * v.stride * bytes, v.stride}, dtype);
+    i += n;
+  }
+  return {};
+}
+
+Status pack_slice(const PagesView& pages, std::int64_t page, std::int64_t layer, std::int64_t first,
+                  std::int64_t count, TokenRows k, TokenRows v, DType dtype) {
+  KVCORE_RETURN_IF_ERROR(check_head_dims(pages));
+  KVCORE_RETURN_IF_ERROR(check_slice(pages, page, layer, first, count));
+  KVCORE_RETURN_IF_ERROR(check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, count));
+  KVCORE_RETURN_IF_ERROR(check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, count));
+  write_tokens(pages, page, layer, first, count, k, v, dtype);
+  return {};
+}
+
+Status unpack_slice(const PagesView& pages, std::int64_t page, std::int64_t layer,
+                    std::int64_t first, std::int64_t count, MutableTokenRows k, MutableTokenRows v,
+                    DType dtype) {
+  KVCORE_RETURN_IF_ERROR(check_head_dims(pages));
+  KVCORE_RETURN_IF_ERROR(check_slice(pages, page, layer, first, count));
+  KVCORE_RETURN_IF_ERROR(check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, count));
+  KVCORE_RETURN_IF_ERROR(check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, count));
+  const SliceRef slice = slice_of(pages, page, layer);
+  const char* data = reinterpret_cast<const char*>(slice.data);
+  const std::int64_t value = size_of(dtype);
+  for (std::int32_t h = 0; h < pages.num_kv_heads; ++h) {
+    const HeadBlock& head = slice.cls->heads[h];
+    const LayoutId layout = slice.cls->layout;
+    read_head(Part::kK, {pages.page_size, pages.head_dim_k, head.k_format, layout},
+              data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
+              k.stride, dtype);
+    read_head(Part::kV, {pages.page_size, pages.head_dim_v, head.v_format, layout},
+              data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
+              v.stride, dtype);
+  }
+  return {};
+}
+
+Status copy_pages(const PagesView& pages, std::span<const std::int64_t> from,
+                  std::span<const std::int64_t> to) {
+  if (from.size() != to.size())
+    return invalid_argument(text("from has ", from.size(), " pages and to has ", to.size(),
+                                 ": expected the same number"));
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    KVCORE_RETURN_IF_ERROR(check("from", from[i], 0, pages.num_pages - 1));
+    KVCORE_RETURN_IF_ERROR(check("to", to[i], 0, pages.num_pages - 1));
+    if (pages.records[from[i]].class_id != pages.records[to[i]].class_id)
+      return invalid_argument(
+          text("page ", from[i], " is of class ", pages.records[from[i]].class_id, " and page ",
+               to[i], " of class ", pages.records[to[i]].class_id, ": expected the same class"));
+  }
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    if (from[i] == to[i]) continue;
+    for (std::int64_t layer = 0; layer < pages.num_layers; ++layer) {
+      const SliceRef a = slice_of(pages, from[i], layer), b = slice_of(pages, to[i], layer);
+      std::memcpy(b.data, a.data, static_cast<std::size_t>(a.cls->slice_bytes));
+    }
+  }
+  return {};
+}
+
+}  // namespace kvcore::kernels

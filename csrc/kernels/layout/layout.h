@@ -1,0 +1,50 @@
+// Moving K and V rows between tensors [tokens][KV heads][head_dim] and pages, in either layout.
+// A tensor's dtype may differ from the page's format: values are converted, round to nearest even.
+// Arguments are validated before any byte moves. Thread rules: writes to different pages may run in
+// parallel; nothing here locks.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "base/dtype.h"
+#include "base/page_layout.h"
+#include "base/result.h"
+
+namespace kvcore::kernels {
+
+struct TokenRows {  // [tokens][KV heads][head_dim], the last two dimensions contiguous
+  const char* data;
+  std::int64_t stride;  // elements between tokens
+};
+struct MutableTokenRows {
+  char* data;
+  std::int64_t stride;
+};
+
+// Token i goes to page slot_mapping[i] / page_size, slot slot_mapping[i] % page_size; -1 skips it.
+Status append_kv(const PagesView& pages, std::int64_t layer, TokenRows k, TokenRows v, DType dtype,
+                 std::span<const std::int64_t> slot_mapping);
+
+// `count` tokens from slot `first` of one slice, from or to canonical tensors of `count` tokens.
+Status pack_slice(const PagesView& pages, std::int64_t page, std::int64_t layer, std::int64_t first,
+                  std::int64_t count, TokenRows k, TokenRows v, DType dtype);
+Status unpack_slice(const PagesView& pages, std::int64_t page, std::int64_t layer,
+                    std::int64_t first, std::int64_t count, MutableTokenRows k, MutableTokenRows v,
+                    DType dtype);
+
+// Copies all layers of from[i] to to[i]; classes must match. Ids must be distinct within `to`.
+Status copy_pages(const PagesView& pages, std::span<const std::int64_t> from,
+                  std::span<const std::int64_t> to);
+
+// Unchecked: the write behind append_kv, pack_slice and AttentionPlan::append. Tokens
+// [first, first + count) of one page; writing slot 0 also writes the slice's header.
+void write_tokens(const PagesView& pages, std::int64_t page, std::int64_t layer, std::int64_t first,
+                  std::int64_t count, TokenRows k, TokenRows v, DType dtype);
+
+// Unchecked: see PackTokens in attention/unit.h.
+void pack_tokens(const char* k, const char* v, std::int64_t first, std::int64_t count,
+                 std::int32_t head_dim_k, std::int32_t head_dim_v, Format k_format, Format v_format,
+                 char* k_out, char* v_out);
+
+}  // namespace kvcore::kernels

@@ -1,0 +1,565 @@
+#include "stream/core.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/text.h"
+
+namespace kvcore::stream {
+namespace {
+
+std::string scheme_part(const std::string& address) {
+  return address.substr(0, address.find(':'));
+}
+
+int preference(const std::string& scheme) {
+  return scheme == "loopback" ? 0 : scheme == "shm" ? 1 : scheme == "tcp" ? 2 : -1;
+}
+
+}  // namespace
+
+Core::Core(std::shared_ptr<pages::Pool> pool, transport::Transport* transport,
+           std::shared_ptr<Inbox> inbox, StreamOptions options, transport::RegionId region)
+    : pool_(std::move(pool)),
+      transport_(transport),
+      inbox_(std::move(inbox)),
+      options_(options),
+      region_(region),
+      stamper_(pool_, options.checksums != Checksums::kOff) {}
+
+Result<std::unique_ptr<Core>> Core::make(std::shared_ptr<pages::Pool> pool,
+                                         transport::Transport* transport,
+                                         std::shared_ptr<Inbox> inbox, StreamOptions options) {
+  if (options.limits.max_inflight_bytes < 1 || options.limits.max_write_bytes < 1) {
+    return invalid_argument(text("max_inflight_bytes=", options.limits.max_inflight_bytes,
+                                 " and max_write_bytes=", options.limits.max_write_bytes,
+                                 " must be > 0"));
+  }
+  const auto& arena = pool->arena();
+  KVCORE_ASSIGN_OR_RETURN(
+      const transport::RegionId region,
+      transport->register_region(arena->data(), static_cast<std::uint64_t>(arena->bytes()),
+                                 arena->fd()));
+  return std::unique_ptr<Core>(
+      new Core(std::move(pool), transport, std::move(inbox), options, region));
+}
+
+Core::~Core() { close(transport::now_ns()); }
+
+Status Core::check_pages(std::span<const std::int32_t> pages) const {
+  if (pages.empty() || pages.size() > static_cast<std::size_t>(kMaxSlots)) {
+    return invalid_argument(text("pages: ", pages.size(), " must be in [1, ", kMaxSlots, "]"));
+  }
+  for (const std::int32_t page : pages) {
+    if (page < 0 || page >= pool_->num_pages()) {
+      return invalid_argument(
+          text("pages: page ", page, " must be in [0, ", pool_->num_pages(), ")"));
+    }
+  }
+  return {};
+}
+
+Placement Core::placement_of(std::span<const std::int32_t> pages) const {
+  Placement out{.offsets = {}, .layer_stride_bytes = pool_->spec().layer_stride_bytes()};
+  out.offsets.reserve(pages.size());
+  for (const std::int32_t page : pages) {
+    out.offsets.push_back(pool_->view().records[page].offset_bytes);
+  }
+  return out;
+}
+
+Result<std::vector<std::byte>> Core::grant(const RequestId& id,
+                                           std::span<const std::int32_t> pages,
+                                           std::int64_t first_token, std::int64_t num_tokens,
+                                           std::int64_t now_ns, std::int64_t deadline_ns) {
+  if (closed_) return Error{ErrorCode::kCancelled, "the endpoint is closed"};
+  KVCORE_RETURN_IF_ERROR(check_pages(pages));
+  if (incoming_.contains(id)) {
+    return invalid_argument(text("request_id=", to_hex(id), " holds a grant already"));
+  }
+  if (deadline_ns <= now_ns) return invalid_argument("deadline must lie in the future");
+  if (addresses_.empty()) return invalid_argument("this endpoint listens nowhere: no address to grant");
+  StreamGrant g;
+  g.request_id = id;
+  g.spec = pool_->spec().options();
+  g.class_id = static_cast<std::uint32_t>(pool_->view().records[pages[0]].class_id);
+  g.first_token = first_token;
+  g.num_tokens = num_tokens;
+  g.ttl_ns = deadline_ns - now_ns;
+  g.host = local_host_id();
+  g.layer_stride_bytes = pool_->spec().layer_stride_bytes();
+  g.addresses = addresses_;
+  for (const std::int32_t page : pages) {
+    KVCORE_ASSIGN_OR_RETURN(const std::uint64_t generation, pool_->generation(page));
+    g.pages.push_back({page, generation, pool_->view().records[page].offset_bytes});
+  }
+  if (const Status fits = g.check(); !fits) return invalid_argument(fits.error().message);
+  KVCORE_RETURN_IF_ERROR(pool_->io_acquire(pages));
+  auto made = transport_->create_grant(region_, ranges_of(g.shape(), g.placement()),
+                                       transport::Rights::kWrite, deadline_ns);
+  if (!made) {
+    io_release(pages);
+    return made.error();
+  }
+  g.grant = made->ref;
+  incoming_.emplace(id, Incoming{Receiver(id, g.shape(), g.grant, g.host, deadline_ns),
+                                 {pages.begin(), pages.end()},
+                                 g.class_id});
+  by_grant_.emplace(g.grant.id, id);
+  return g.encode();
+}
+
+Result<std::shared_ptr<SendPort>> Core::open(std::span<const std::byte> bytes,
+                                             std::span<const std::int32_t> pages,
+                                             std::int64_t now_ns) {
+  KVCORE_ASSIGN_OR_RETURN(const StreamGrant g, StreamGrant::decode(bytes));
+  KVCORE_RETURN_IF_ERROR(check_layout(pool_->spec().options(), g.spec));
+  KVCORE_RETURN_IF_ERROR(check_pages(pages));
+  if (pages.size() != g.pages.size()) {
+    return invalid_argument(text("pages: ", pages.size(), " given, but the grant has ",
+                                 g.pages.size()));
+  }
+  if (sender_of_.contains(g.request_id)) {
+    return invalid_argument(text("request_id=", to_hex(g.request_id), " is being sent already"));
+  }
+  if (closed_) return Error{ErrorCode::kCancelled, "the endpoint is closed"};
+  KVCORE_RETURN_IF_ERROR(pool_->io_acquire(pages));
+  auto peer = peer_for(g);
+  if (!peer) {
+    io_release(pages);
+    return peer.error();
+  }
+  const std::uint64_t id = next_sender_++;
+  auto port = std::make_shared<SendPort>(id, g.request_id, g.shape(), g.first_token, &pool_->view(),
+                                         inbox_);
+  auto [it, fresh] = outgoing_.emplace(
+      id, Outgoing{Sender(g.request_id, g.shape(), g.grant, local_host_id(), now_ns + g.ttl_ns,
+                          options_.limits),
+                   {pages.begin(), pages.end()},
+                   placement_of(pages),
+                   g.placement(),
+                   g.grant,
+                   port,
+                   std::nullopt});
+  sender_of_.emplace(g.request_id, id);
+  attach(id, it->second, *peer);
+  settle_sender(id);
+  return port;
+}
+
+bool Core::release(const RequestId& id, std::int64_t now_ns) {
+  const auto it = incoming_.find(id);
+  if (it == incoming_.end()) return false;
+  it->second.machine.release(now_ns);
+  ++stats_.released;
+  settle_receiver(id);
+  return true;
+}
+
+// ---- commands of the ports
+
+void Core::publish(std::uint64_t sender, const SliceRun& run) {
+  const auto it = outgoing_.find(sender);
+  if (it != outgoing_.end()) it->second.machine.publish(run);
+}
+
+void Core::mark(std::uint64_t sender, std::int64_t at_ns) {
+  const auto it = outgoing_.find(sender);
+  if (it == outgoing_.end()) return;
+  it->second.machine.mark(at_ns);
+  settle_sender(sender);
+}
+
+void Core::commit(std::uint64_t sender, const std::vector<std::byte>& payload,
+                  std::int64_t at_ns) {
+  const auto it = outgoing_.find(sender);
+  if (it == outgoing_.end()) return;
+  it->second.machine.commit(payload, at_ns);
+  settle_sender(sender);
+}
+
+void Core::abort(std::uint64_t sender, const Error& error) {
+  const auto it = outgoing_.find(sender);
+  if (it == outgoing_.end()) return;
+  it->second.machine.abort(error);
+  settle_sender(sender);
+}
+
+// ---- peers
+
+std::string Core::scheme_of(transport::LinkId link) const {
+  const auto l = transport_->link(link);
+  return l ? l->info().scheme : std::string();
+}
+
+Result<transport::LinkId> Core::peer_for(const StreamGrant& grant) {
+  std::vector<std::string> usable;
+  const bool same_host = grant.host == local_host_id();
+  for (const std::string& a : grant.addresses) {
+    const std::string scheme = scheme_part(a);
+    if (preference(scheme) < 0 || (scheme == "shm" && !same_host)) continue;
+    usable.push_back(a);
+  }
+  std::stable_sort(usable.begin(), usable.end(), [](const auto& a, const auto& b) {
+    return preference(scheme_part(a)) < preference(scheme_part(b));
+  });
+  if (usable.empty()) {
+    return Error{ErrorCode::kUnsupported,
+                 "grant: none of its addresses can be used from this host"};
+  }
+  if (!options_.allow_fallback) usable.resize(1);
+  for (const auto& [link, peer] : peers_) {
+    if (std::find(usable.begin(), usable.end(), peer.address) != usable.end()) return link;
+  }
+  return connect(std::move(usable));
+}
+
+Result<transport::LinkId> Core::connect(std::vector<std::string> addresses) {
+  std::string failures;
+  while (!addresses.empty()) {
+    const std::string address = addresses.front();
+    addresses.erase(addresses.begin());
+    auto link = transport_->connect(address);
+    if (link) {
+      const transport::LinkId id = (*link)->id();
+      peers_.emplace(id, Peer{std::move(link).value(), address, scheme_part(address),
+                              std::move(addresses), false, {}});
+      return id;
+    }
+    failures += text(failures.empty() ? "" : "; ", address, ": ", link.error().message);
+    if (addresses.empty()) return Error{link.error().code, failures};
+    ++stats_.fallbacks;
+  }
+  return Error{ErrorCode::kInternal, "no address to connect to"};
+}
+
+void Core::attach(std::uint64_t id, Outgoing& out, transport::LinkId link) {
+  Peer& peer = peers_.at(link);
+  peer.senders.insert(id);
+  out.peer = link;
+  if (peer.up) out.machine.on_up();
+}
+
+void Core::on_up(const transport::Up& up) {
+  const auto it = peers_.find(up.link);
+  if (it == peers_.end()) return;  // accepted links make themselves known by an open message
+  it->second.up = true;
+  for (const std::uint64_t id : std::set(it->second.senders)) {
+    outgoing_.at(id).machine.on_up();
+    settle_sender(id);
+  }
+}
+
+void Core::on_down(const transport::Down& down, std::int64_t now_ns) {
+  Error error = down.status ? Error{ErrorCode::kPeerDead, "the peer closed the link"}
+                            : down.status.error();
+  std::vector<RequestId> receiving;
+  for (const auto& [id, in] : incoming_) receiving.push_back(id);
+  for (const RequestId& id : receiving) {
+    incoming_.at(id).machine.on_down(down.link, error, now_ns);
+    settle_receiver(id);
+  }
+  auto peer = peers_.extract(down.link);
+  if (!peer) return;
+  const auto senders = std::exchange(peer.mapped().senders, {});
+  error.message = text(peer.mapped().address, ": ", error.message);
+  if (!peer.mapped().up && !peer.mapped().left.empty()) {
+    ++stats_.fallbacks;
+    auto next = connect(std::move(peer.mapped().left));
+    if (next) {
+      for (const std::uint64_t id : senders) attach(id, outgoing_.at(id), *next);
+      return;
+    }
+    error.message += "; " + next.error().message;
+  }
+  for (const std::uint64_t id : senders) {
+    outgoing_.at(id).peer.reset();
+    outgoing_.at(id).machine.on_down(error);
+    settle_sender(id);
+  }
+}
+
+// ---- events
+
+void Core::handle(transport::Event& event, std::int64_t now_ns) {
+  if (const auto* up = std::get_if<transport::Up>(&event)) return on_up(*up);
+  if (const auto* c = std::get_if<transport::Completion>(&event)) return on_completion(*c, now_ns);
+  if (const auto* a = std::get_if<transport::Arrival>(&event)) return on_arrival(*a, now_ns);
+  if (const auto* m = std::get_if<transport::Message>(&event)) return on_message(*m, now_ns);
+  if (const auto* d = std::get_if<transport::Down>(&event)) return on_down(*d, now_ns);
+}
+
+Status Core::check_run(const Incoming& in, const SliceRun& run, const std::string& scheme) const {
+  const Shape& shape = in.machine.shape();
+  if (!shape.contains(run)) return {};  // the receiver's own check names it
+  const bool every = options_.checksums == Checksums::kAll ||
+                     (options_.checksums == Checksums::kSampled && scheme == "tcp");
+  for (std::int32_t slot = run.first; slot < run.first + run.count; ++slot) {
+    const bool sampled = options_.checksums == Checksums::kSampled &&
+                         (run.layer + slot) % kSampleEvery == 0;
+    std::byte* slice = pool_->slice(in.pages[static_cast<std::size_t>(slot)], run.layer);
+    KVCORE_RETURN_IF_ERROR(check_slice(
+        {slice, static_cast<std::size_t>(shape.slice_bytes)},
+        expected_header(pool_->spec().options(), in.class_id, run.layer, shape.valid_tokens(slot)),
+        every || sampled));
+  }
+  return {};
+}
+
+void Core::flip_if_asked(const Incoming& in, const SliceRun& run) {
+  if (!fails(options_.faults, "stream.flip_slice") || !in.machine.shape().contains(run)) return;
+  std::byte* slice = pool_->slice(in.pages[static_cast<std::size_t>(run.first)], run.layer);
+  slice[kSliceHeaderBytes + 1] ^= std::byte{0x40};  // an exponent bit of the first K element
+}
+
+void Core::on_arrival(const transport::Arrival& arrival, std::int64_t now_ns) {
+  const auto grant = by_grant_.find(arrival.grant.id);
+  if (grant == by_grant_.end()) {
+    ++stats_.dropped;  // of a hand-over that is over
+    return;
+  }
+  const RequestId id = grant->second;
+  Incoming& in = incoming_.at(id);
+  const SliceRun run = run_of(arrival.tag);
+  Status status = arrival.status;
+  flip_if_asked(in, run);
+  if (status) status = check_run(in, run, in.scheme);
+  in.machine.on_arrival(arrival.link, run, static_cast<std::int64_t>(arrival.bytes), arrival.at_ns,
+                        status, now_ns);
+  settle_receiver(id);
+}
+
+void Core::on_message(const transport::Message& message, std::int64_t now_ns) {
+  auto parsed = StreamMessage::decode(message.bytes);
+  if (!parsed) {
+    ++stats_.dropped;
+    return;
+  }
+  StreamMessage& m = *parsed;
+  const RequestId id = m.request_id;
+  if (m.kind == MessageKind::kDone || m.kind == MessageKind::kReceiverAbort) {
+    const auto it = sender_of_.find(id);
+    if (it == sender_of_.end() || outgoing_.at(it->second).peer != message.link) {
+      ++stats_.dropped;
+      return;
+    }
+    const std::uint64_t sender = it->second;
+    outgoing_.at(sender).machine.on_message(m);
+    return settle_sender(sender);
+  }
+  const auto it = incoming_.find(id);
+  if (it == incoming_.end()) {
+    ++stats_.dropped;
+    if (m.kind == MessageKind::kOpen) {
+      StreamMessage refusal{.kind = MessageKind::kReceiverAbort, .request_id = id};
+      refusal.code = ErrorCode::kStale;
+      refusal.reason = "the receiver holds no such grant (any more)";
+      send(message.link, refusal);
+    }
+    return;
+  }
+  Incoming& in = it->second;
+  if (m.kind == MessageKind::kOpen) {
+    in.scheme = scheme_of(message.link);
+    in.machine.on_open(message.link, m, in.scheme);
+  } else {
+    in.machine.on_message(message.link, std::move(m), now_ns);
+  }
+  settle_receiver(id);
+}
+
+void Core::on_completion(const transport::Completion& c, std::int64_t now_ns) {
+  const auto node = ops_.extract({c.link, c.op});
+  if (!node) return;
+  const std::uint64_t sender = node.mapped();
+  outgoing_.at(sender).machine.on_completion(c.op, c.status, now_ns);
+  settle_sender(sender);
+}
+
+bool Core::step(std::int64_t now_ns, std::size_t max_events) {
+  std::vector<transport::Event> events;
+  transport_->poll(&events, max_events);
+  // Checking many slices takes a while, so each event gets its own time on the caller's clock.
+  const std::int64_t offset = now_ns - transport::now_ns();
+  for (transport::Event& event : events) handle(event, transport::now_ns() + offset);
+  on_time(now_ns);
+  const bool more_writes = pump();
+  return more_writes || events.size() == max_events;
+}
+
+void Core::on_time(std::int64_t now_ns) {
+  std::vector<RequestId> late;
+  for (const auto& [id, in] : incoming_) {
+    if (in.machine.deadline_ns() <= now_ns) late.push_back(id);
+  }
+  for (const RequestId& id : late) {
+    incoming_.at(id).machine.on_time(now_ns);
+    settle_receiver(id);
+  }
+  std::vector<std::uint64_t> slow;
+  for (const auto& [id, out] : outgoing_) {
+    if (!out.machine.ended() && out.machine.deadline_ns() <= now_ns) slow.push_back(id);
+  }
+  for (const std::uint64_t id : slow) {
+    outgoing_.at(id).machine.on_time(now_ns);
+    settle_sender(id);
+  }
+}
+
+std::int64_t Core::next_deadline_ns() const {
+  std::int64_t next = 0;
+  const auto consider = [&](std::int64_t t) { next = next == 0 ? t : std::min(next, t); };
+  for (const auto& [id, in] : incoming_) consider(in.machine.deadline_ns());
+  for (const auto& [id, out] : outgoing_) {
+    if (!out.machine.ended()) consider(out.machine.deadline_ns());
+  }
+  return next;
+}
+
+// ---- writes
+
+bool Core::pump() {
+  constexpr int kWritesPerTurn = 8;  // then events get their turn again
+  for (int i = 0; i < kWritesPerTurn;) {
+    bool any = false;
+    for (auto& [link, peer] : peers_) {
+      if (!peer.up) continue;
+      for (const std::uint64_t id : std::set(peer.senders)) {
+        if (!post_one(id, peer)) continue;
+        any = true;
+        ++i;
+      }
+    }
+    if (!any) return false;
+  }
+  return true;
+}
+
+bool Core::post_one(std::uint64_t id, Peer& peer) {
+  Outgoing& out = outgoing_.at(id);
+  const auto run = out.machine.next_write();
+  if (!run) return false;
+  const Shape& shape = out.machine.shape();
+  stamper_.stamp(out.pages, shape, *run);
+  transport::OpOptions options;
+  options.deadline_ns = out.machine.deadline_ns();
+  options.checksum = false;  // slices carry their own, verified by the receiver
+  auto op = peer.link->write(region_, segments_of(*run, shape.slice_bytes, out.local, out.remote),
+                             out.grant, tag_of(*run), options);
+  if (op) {
+    ops_.emplace(std::pair(peer.link->id(), *op), id);
+    out.machine.on_posted(*op, *run);
+  } else {
+    out.machine.on_refused(op.error());
+  }
+  settle_sender(id);
+  return true;
+}
+
+// ---- actions
+
+void Core::settle_receiver(const RequestId& id) {
+  const auto it = incoming_.find(id);
+  Incoming& in = it->second;
+  for (auto& action : in.machine.take_actions()) {
+    if (auto* s = std::get_if<Receiver::Send>(&action)) {
+      send(s->link, s->message);
+    } else if (std::holds_alternative<Receiver::Fence>(action)) {
+      transport_->revoke_grant(in.machine.grant());
+      if (in.machine.state() == Receiver::State::kComplete) open_last_page(in);
+      io_release(in.pages);
+    } else if (auto* done = std::get_if<Receiver::Complete>(&action)) {
+      ++stats_.completed;
+      stats_.bytes_received += done->stats.bytes;
+      events_.push_back({StreamEvent::Kind::kComplete, id, std::move(done->payload),
+                         {ErrorCode::kInternal, {}}, std::move(done->stats)});
+    } else if (auto* failed = std::get_if<Receiver::Failed>(&action)) {
+      ++stats_.receive_failed;
+      events_.push_back({StreamEvent::Kind::kReceiveFailed, id, {}, std::move(failed->error),
+                         std::move(failed->stats)});
+    }
+  }
+  if (in.machine.active()) return;
+  by_grant_.erase(in.machine.grant().id);
+  incoming_.erase(it);
+}
+
+void Core::open_last_page(const Incoming& in) {
+  const Shape& shape = in.machine.shape();
+  if (shape.valid_tokens(shape.num_slots - 1) == shape.page_size) return;
+  for (std::int32_t layer = 0; layer < shape.num_layers; ++layer) {
+    clear_checksum(pool_->slice(in.pages.back(), layer));
+  }
+}
+
+void Core::settle_sender(std::uint64_t id) {
+  const auto it = outgoing_.find(id);
+  Outgoing& out = it->second;
+  const auto peer = out.peer ? peers_.find(*out.peer) : peers_.end();
+  const std::string scheme = peer == peers_.end() ? std::string() : peer->second.scheme;
+  for (auto& action : out.machine.take_actions()) {
+    if (auto* s = std::get_if<Sender::Send>(&action)) {
+      if (out.peer) send(*out.peer, s->message);
+    } else if (auto* c = std::get_if<Sender::CancelWrite>(&action)) {
+      if (peer != peers_.end()) peer->second.link->cancel(c->op);
+    } else if (std::holds_alternative<Sender::ReleasePages>(action)) {
+      io_release(out.pages);
+    } else if (auto* e = std::get_if<Sender::Ended>(&action)) {
+      StreamEvent event{e->status ? StreamEvent::Kind::kSent : StreamEvent::Kind::kSendFailed,
+                        out.machine.id(), {}, {ErrorCode::kInternal, {}}, {}};
+      if (!e->status) event.error = e->status.error();
+      ++(e->status ? stats_.sent : stats_.send_failed);
+      if (e->status) stats_.bytes_sent += e->bytes;
+      event.stats.bytes = e->bytes;
+      event.stats.kv_bytes = out.machine.shape().kv_bytes();
+      event.stats.num_layers = out.machine.shape().num_layers;
+      event.stats.transport = scheme;
+      events_.push_back(std::move(event));
+    }
+  }
+  out.port->set_progress(
+      {out.machine.state(), out.machine.status(), out.machine.acked_bytes(), scheme});
+  if (!out.machine.finished()) return;
+  if (peer != peers_.end()) peer->second.senders.erase(id);
+  sender_of_.erase(out.machine.id());
+  outgoing_.erase(it);
+}
+
+void Core::send(transport::LinkId link, const StreamMessage& message) {
+  const auto l = transport_->link(link);
+  if (!l) return;  // its Down is queued and ends the hand-over
+  if (!l->send(message.encode())) l->close();  // a message lost is a hand-over stuck: end it now
+}
+
+void Core::io_release(std::span<const std::int32_t> pages) {
+  if (!pool_->io_release(pages)) ++stats_.refs_lost;
+}
+
+std::vector<StreamEvent> Core::take_events() { return std::exchange(events_, {}); }
+
+CoreStats Core::stats() const {
+  CoreStats out = stats_;
+  out.receiving = static_cast<std::int64_t>(incoming_.size());
+  out.sending = static_cast<std::int64_t>(outgoing_.size());
+  for (const auto& [link, peer] : peers_) {
+    if (peer.up) out.links.push_back(peer.address);
+  }
+  return out;
+}
+
+void Core::close(std::int64_t now_ns) {
+  if (std::exchange(closed_, true)) return;
+  while (!incoming_.empty()) release(RequestId(incoming_.begin()->first), now_ns);
+  std::vector<std::uint64_t> sending;
+  for (const auto& [id, out] : outgoing_) sending.push_back(id);
+  for (const std::uint64_t id : sending) abort(id, {ErrorCode::kCancelled, "the endpoint was closed"});
+  transport_->close();  // completes every write that is still posted
+  std::vector<transport::Event> events;
+  while (transport_->poll(&events) > 0) {
+    for (transport::Event& event : events) handle(event, now_ns);
+    events.clear();
+  }
+  if (!transport_->unregister_region(region_)) ++stats_.refs_lost;
+}
+
+}  // namespace kvcore::stream

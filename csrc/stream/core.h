@@ -1,0 +1,163 @@
+// Core: all hand-overs of one worker, driven by one thread. It joins the state machines (receiver.h,
+// sender.h) with a Transport and a Pool: carries out their actions, routes events to them, keeps one
+// link per peer, posts writes within the limits, and gives io refs back exactly once.
+//
+// Fence before free: a receiver's pages lose their io refs only after revoke_grant has returned; a
+// sender's only after every posted write has its completion.
+// A grant lists several addresses. shm ones count only on the receiver's host and are preferred; the
+// first that counts is used. If it cannot be reached the hand-over fails and says so, unless
+// allow_fallback lets the next address be tried (then counted in stats().fallbacks).
+// Thread rules: one thread. Time comes in as an argument. Units: bytes, nanoseconds.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/fault.h"
+#include "base/result.h"
+#include "pages/pool.h"
+#include "stream/grant.h"
+#include "stream/inbox.h"
+#include "stream/port.h"
+#include "stream/receiver.h"
+#include "stream/sender.h"
+#include "stream/slice_check.h"
+#include "transport/link.h"
+
+namespace kvcore::stream {
+
+struct StreamOptions {
+  Checksums checksums = Checksums::kSampled;
+  SenderLimits limits{};
+  bool allow_fallback = false;
+  // Tests only. Point "stream.flip_slice": one bit of an arrived slice is flipped before its check.
+  FaultPlan* faults = nullptr;
+};
+
+struct StreamEvent {
+  enum class Kind : std::uint8_t { kComplete, kReceiveFailed, kSent, kSendFailed };
+  Kind kind;
+  RequestId request_id;
+  std::vector<std::byte> payload;  // complete
+  Error error{ErrorCode::kInternal, {}};
+  StreamStats stats;  // of sends: bytes, kv_bytes and transport only
+};
+
+struct CoreStats {
+  std::int64_t receiving = 0, sending = 0;  // now
+  std::int64_t completed = 0, receive_failed = 0, released = 0, sent = 0, send_failed = 0;
+  std::int64_t bytes_received = 0, bytes_sent = 0;  // of completed and sent hand-overs
+  std::int64_t dropped = 0;    // events for unknown or finished hand-overs, messages that do not parse
+  std::int64_t fallbacks = 0;  // connections made to another address than the preferred one
+  std::int64_t refs_lost = 0;  // must stay 0: io refs the pool refused to take back
+  std::vector<std::string> links;  // addresses of the outgoing links that are up
+};
+
+class Core {
+ public:
+  // The transport must outlive the core. Registers the pool's arena.
+  static Result<std::unique_ptr<Core>> make(std::shared_ptr<pages::Pool> pool,
+                                            transport::Transport* transport,
+                                            std::shared_ptr<Inbox> inbox, StreamOptions options);
+  ~Core();
+
+  // Grants name these addresses (listened on by the owner of the transport).
+  void set_addresses(std::vector<std::string> addresses) { addresses_ = std::move(addresses); }
+  Result<std::vector<std::byte>> grant(const RequestId& id, std::span<const std::int32_t> pages,
+                                       std::int64_t first_token, std::int64_t num_tokens,
+                                       std::int64_t now_ns, std::int64_t deadline_ns);
+  Result<std::shared_ptr<SendPort>> open(std::span<const std::byte> grant,
+                                         std::span<const std::int32_t> pages, std::int64_t now_ns);
+  // Fence, then the pages are free of this hand-over. False: it was over already, or never was.
+  bool release(const RequestId& id, std::int64_t now_ns);
+
+  void publish(std::uint64_t sender, const SliceRun& run);
+  void mark(std::uint64_t sender, std::int64_t at_ns);
+  void commit(std::uint64_t sender, const std::vector<std::byte>& payload, std::int64_t at_ns);
+  void abort(std::uint64_t sender, const Error& error);
+
+  // Handles up to max_events of the transport's events and the deadlines, and posts writes. True if
+  // there may be more to do at once.
+  bool step(std::int64_t now_ns, std::size_t max_events = 64);
+  std::int64_t next_deadline_ns() const;  // 0 = none
+  std::vector<StreamEvent> take_events();
+  CoreStats stats() const;
+  // Ends everything: receivers released, senders aborted, the transport closed, all refs given back.
+  void close(std::int64_t now_ns);
+
+ private:
+  struct Incoming {
+    Receiver machine;
+    std::vector<std::int32_t> pages;
+    std::uint32_t class_id = 0;
+    std::string scheme{};  // of the sender's link, once open
+  };
+  struct Outgoing {
+    Sender machine;
+    std::vector<std::int32_t> pages;
+    Placement local, remote;
+    transport::GrantRef grant;
+    std::shared_ptr<SendPort> port;
+    std::optional<transport::LinkId> peer;
+  };
+  struct Peer {
+    std::shared_ptr<transport::Link> link;
+    std::string address, scheme;
+    std::vector<std::string> left;  // addresses to try if this one fails
+    bool up = false;
+    std::set<std::uint64_t> senders;
+  };
+
+  Core(std::shared_ptr<pages::Pool> pool, transport::Transport* transport,
+       std::shared_ptr<Inbox> inbox, StreamOptions options, transport::RegionId region);
+  Status check_pages(std::span<const std::int32_t> pages) const;
+  Placement placement_of(std::span<const std::int32_t> pages) const;
+  Result<transport::LinkId> peer_for(const StreamGrant& grant);
+  Result<transport::LinkId> connect(std::vector<std::string> addresses);
+  void attach(std::uint64_t id, Outgoing& out, transport::LinkId link);
+
+  void handle(transport::Event& event, std::int64_t now_ns);
+  void on_up(const transport::Up& up);
+  void on_down(const transport::Down& down, std::int64_t now_ns);
+  void on_arrival(const transport::Arrival& arrival, std::int64_t now_ns);
+  void on_message(const transport::Message& message, std::int64_t now_ns);
+  void on_completion(const transport::Completion& completion, std::int64_t now_ns);
+  Status check_run(const Incoming& in, const SliceRun& run, const std::string& scheme) const;
+  void flip_if_asked(const Incoming& in, const SliceRun& run);
+  std::string scheme_of(transport::LinkId link) const;
+
+  bool pump();
+  bool post_one(std::uint64_t id, Peer& peer);
+  void on_time(std::int64_t now_ns);
+  void settle_receiver(const RequestId& id);  // carries out its actions; forgets it when it is over
+  void settle_sender(std::uint64_t id);
+  void open_last_page(const Incoming& in);
+  void send(transport::LinkId link, const StreamMessage& message);
+  void io_release(std::span<const std::int32_t> pages);
+
+  const std::shared_ptr<pages::Pool> pool_;
+  transport::Transport* const transport_;
+  const std::shared_ptr<Inbox> inbox_;
+  const StreamOptions options_;
+  const transport::RegionId region_;
+  SliceStamper stamper_;
+  std::vector<std::string> addresses_;
+  std::map<RequestId, Incoming> incoming_;
+  std::map<std::uint64_t, RequestId> by_grant_;  // GrantRef::id
+  std::map<std::uint64_t, Outgoing> outgoing_;
+  std::map<RequestId, std::uint64_t> sender_of_;
+  std::map<std::pair<transport::LinkId, transport::OpId>, std::uint64_t> ops_;  // posted writes
+  std::map<transport::LinkId, Peer> peers_;  // outgoing links
+  std::uint64_t next_sender_ = 1;
+  std::vector<StreamEvent> events_;
+  CoreStats stats_;
+  bool closed_ = false;
+};
+
+}  // namespace kvcore::stream

@@ -1,0 +1,46 @@
+// The small two-sided messages of a hand-over; bulk bytes travel by tagged one-sided writes.
+//   sender -> receiver   open (who, with which grant), mark (attention of the last layer ended),
+//                        commit (nothing more comes; payload), sender_abort
+//   receiver -> sender   done (complete), receiver_abort
+// Thread rules: plain values. Units: nanoseconds of the sender's CLOCK_MONOTONIC.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/result.h"
+#include "stream/grant.h"
+#include "stream/run.h"
+
+namespace kvcore::stream {
+
+enum class MessageKind : std::uint8_t {
+  kOpen = 1,
+  kMark = 2,
+  kCommit = 3,
+  kSenderAbort = 4,
+  kDone = 5,
+  kReceiverAbort = 6,
+};
+
+struct StreamMessage {
+  MessageKind kind = MessageKind::kOpen;
+  RequestId request_id{};
+  transport::GrantRef grant{};     // open
+  HostId host{};                   // open: of the sender
+  std::int64_t at_ns = 0;          // mark: end of attention; commit: when it was given
+  std::int64_t acked_bytes = 0;    // mark: bytes known to have arrived by then
+  ErrorCode code = ErrorCode::kCancelled;  // aborts
+  std::string reason{};            // aborts
+  std::vector<std::byte> payload{};  // commit
+
+  std::vector<std::byte> encode() const;
+  static Result<StreamMessage> decode(std::span<const std::byte> bytes);
+};
+
+inline constexpr std::size_t kMaxPayloadBytes = std::size_t{256} << 10;
+inline constexpr std::size_t kMaxReasonBytes = 1024;
+
+}  // namespace kvcore::stream

@@ -1,0 +1,132 @@
+from typing import Any
+
+import numpy.typing as npt
+
+class ThreadPool:
+    def __init__(self, num_threads: int, cpus: list[int] | None = None) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def spins(self) -> bool: ...
+
+class AttentionPlan:
+    def __init__(
+        self,
+        view_address: int,
+        num_q_heads: int,
+        scale: float = 0.0,
+        threads: ThreadPool | None = None,
+    ) -> None: ...
+    def prepare(
+        self, cu_seqlens_q: npt.ArrayLike, context_lens: npt.ArrayLike, block_table: npt.ArrayLike
+    ) -> None: ...
+    def append_ptr(
+        self, layer: int, k_ptr: int, k_stride: int, v_ptr: int, v_stride: int, dtype: int
+    ) -> None: ...
+    def attend_ptr(
+        self,
+        layer: int,
+        q_ptr: int,
+        q_stride: int,
+        out_ptr: int,
+        out_stride: int,
+        lse_ptr: int,
+        dtype: int,
+    ) -> None: ...
+    def run_ptr(
+        self,
+        layer: int,
+        q_ptr: int,
+        q_stride: int,
+        k_ptr: int,
+        k_stride: int,
+        v_ptr: int,
+        v_stride: int,
+        out_ptr: int,
+        lse_ptr: int,
+        dtype: int,
+    ) -> None: ...
+    @property
+    def num_seqs(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_q_heads(self) -> int: ...
+
+def isa() -> str: ...
+def set_isa(name: str) -> None: ...
+def available_isas() -> list[str]: ...
+def describe_dlpack(capsule: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], str]: ...
+def merge_states_ptr(
+    out_a: int,
+    lse_a: int,
+    out_b: int,
+    lse_b: int,
+    out: int,
+    lse: int,
+    rows: int,
+    dim: int,
+    dtype: int,
+) -> None: ...
+def append_kv_ptr(
+    view_address: int,
+    layer: int,
+    k_ptr: int,
+    k_stride: int,
+    v_ptr: int,
+    v_stride: int,
+    dtype: int,
+    slot_mapping_ptr: int,
+    num_tokens: int,
+) -> None: ...
+def pack_slice_ptr(
+    view_address: int,
+    page: int,
+    layer: int,
+    first: int,
+    count: int,
+    k_ptr: int,
+    k_stride: int,
+    v_ptr: int,
+    v_stride: int,
+    dtype: int,
+) -> None: ...
+def unpack_slice_ptr(
+    view_address: int,
+    page: int,
+    layer: int,
+    first: int,
+    count: int,
+    k_ptr: int,
+    k_stride: int,
+    v_ptr: int,
+    v_stride: int,
+    dtype: int,
+) -> None: ...
+def copy_pages(view_address: int, from_pages: list[int], to_pages: list[int]) -> None: ...
+
+def rms_norm_ptr(
+    x: int,
+    x_stride: int,
+    delta: int,
+    weight: int,
+    out: int,
+    rows: int,
+    dim: int,
+    eps: float,
+    dtype: int,
+) -> None: ...
+def rope_ptr(
+    x: int,
+    x_stride: int,
+    rotation: int,
+    q_weight: int,
+    k_weight: int,
+    rows: int,
+    q_heads: int,
+    k_heads: int,
+    dim: int,
+    eps: float,
+    dtype: int,
+) -> None: ...
+def silu_mul_ptr(gate_up: int, out: int, rows: int, dim: int, dtype: int) -> None: ...

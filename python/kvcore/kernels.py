@@ -1,0 +1,365 @@
+"""Paged attention and its companions on the CPU: :class:`AttentionPlan`, merge, layout copies.
+
+Tensors may be numpy arrays, torch tensors or anything with ``__dlpack__``, on the CPU. Element
+types: float32, float16, bfloat16; numpy arrays of uint16 hold bfloat16 bit patterns. Each function
+also has a ``*_ptr`` form that takes addresses and strides in elements: the fast path of
+``kvcore.ops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore import _core
+from kvcore.errors import InvalidArgument
+from kvcore.pages import Pool
+
+__all__ = [
+    "DTYPE_CODES",
+    "AttentionPlan",
+    "ThreadPool",
+    "append_kv",
+    "append_kv_ptr",
+    "available_isas",
+    "copy_pages",
+    "isa",
+    "merge_states",
+    "merge_states_ptr",
+    "pack_slice",
+    "rms_norm_ptr",
+    "rope_ptr",
+    "set_isa",
+    "silu_mul_ptr",
+    "unpack_slice",
+]
+
+#: The ``dtype`` argument of the ``*_ptr`` functions, by element type name.
+DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
+
+append_kv_ptr = _core.kernels.append_kv_ptr
+merge_states_ptr = _core.kernels.merge_states_ptr
+rms_norm_ptr = _core.kernels.rms_norm_ptr
+rope_ptr = _core.kernels.rope_ptr
+silu_mul_ptr = _core.kernels.silu_mul_ptr
+
+
+class ThreadPool(_core.kernels.ThreadPool):
+    """A fixed team of threads, the caller included: ``ThreadPool(num_threads, cpus=None)``.
+
+    Args:
+        num_threads: 1 to 256; 1 runs everything in the calling thread.
+        cpus: one CPU number per thread; worker i (from 1) is pinned to ``cpus[i]``. The calling
+            thread keeps its own affinity. None: not pinned.
+
+    ``.spins`` tells whether idle workers spin before they sleep: only when the team fits the
+    process's affinity mask. Raises InvalidArgument for values out of range.
+    """
+
+
+def isa() -> str:
+    """The instruction set level in use: "scalar", "avx2" or "avx512" (environment: KVCORE_ISA)."""
+    return _core.kernels.isa()
+
+
+def set_isa(name: str) -> None:
+    """Use the named level from now on. Raises InvalidArgument naming the allowed ones."""
+    _core.kernels.set_isa(name)
+
+
+def available_isas() -> list[str]:
+    """The levels this machine and build can run, slowest first."""
+    return _core.kernels.available_isas()
+
+
+class _Tensor(NamedTuple):
+    ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # elements
+    dtype: str
+    owner: Any  # keeps the memory alive
+
+
+def _describe(field: str, x: Any, *, write: bool = False) -> _Tensor:
+    """Address, shape, strides and element type of any CPU tensor."""
+    if isinstance(x, np.ndarray):
+        if write and not x.flags.writeable:
+            raise InvalidArgument(f"{field} is a read-only array")
+        name = "bfloat16" if x.dtype == np.uint16 else x.dtype.name
+        size = x.itemsize
+        strides = tuple(s // size for s in x.strides)
+        return _Tensor(x.__array_interface__["data"][0], x.shape, strides, name, x)
+    if hasattr(x, "data_ptr"):
+        if x.device.type != "cpu":
+            raise InvalidArgument(f"{field} is on device {x.device}: expected cpu")
+        name = str(x.dtype).rpartition(".")[2]
+        return _Tensor(x.data_ptr(), tuple(x.shape), tuple(x.stride()), name, x)
+    if hasattr(x, "__dlpack__"):
+        capsule = x.__dlpack__()
+        ptr, shape, strides, name = _core.kernels.describe_dlpack(capsule)
+        return _Tensor(ptr, shape, strides, name, capsule)
+    raise InvalidArgument(
+        f"{field} is a {type(x).__name__}: expected a numpy array, torch tensor or DLPack object"
+    )
+
+
+def _rows(field: str, x: Any, shape: tuple[int, ...], *, write: bool = False) -> _Tensor:
+    """A tensor of the given shape whose dimensions after the first are contiguous."""
+    t = _describe(field, x, write=write)
+    if t.dtype not in DTYPE_CODES:
+        raise InvalidArgument(
+            f"{field} has dtype {t.dtype}: expected one of {', '.join(DTYPE_CODES)}"
+        )
+    if len(t.shape) == 2 and len(shape) == 3:  # [tokens, heads * dim]: the same bytes
+        t = t._replace(
+            shape=(t.shape[0], *_split(field, t.shape[1], shape)),
+            strides=(t.strides[0], t.strides[1] * shape[2], t.strides[1]),
+        )
+    if t.shape != shape:
+        raise InvalidArgument(f"{field} has shape {list(t.shape)}: expected {list(shape)}")
+    if 0 in t.shape:  # whatever strides an empty tensor names
+        return t._replace(strides=(shape[1] * shape[2], shape[2], 1))
+    dense = 1
+    for size, stride in zip(reversed(t.shape[1:]), reversed(t.strides[1:]), strict=True):
+        if size > 1 and stride != dense:
+            raise InvalidArgument(
+                f"{field} has strides {list(t.strides)}: expected all but the first dimension "
+                "to be contiguous"
+            )
+        dense *= size
+    return t
+
+
+def _split(field: str, width: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    if width != shape[1] * shape[2]:
+        raise InvalidArgument(
+            f"{field} has {width} values a token: expected heads * head_dim = "
+            f"{shape[1]} * {shape[2]}"
+        )
+    return shape[1], shape[2]
+
+
+def _same_dtype(a: str, x: _Tensor, b: str, y: _Tensor) -> int:
+    if x.dtype != y.dtype:
+        raise InvalidArgument(f"{a} is {x.dtype} and {b} is {y.dtype}: expected the same dtype")
+    return DTYPE_CODES[x.dtype]
+
+
+def _lse(field: str, x: Any, shape: tuple[int, ...], *, write: bool = False) -> _Tensor:
+    t = _describe(field, x, write=write)
+    dense = tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
+    contiguous = all(n <= 1 or s == d for n, s, d in zip(shape, t.strides, dense, strict=False))
+    if t.dtype != "float32" or t.shape != shape or not contiguous:
+        raise InvalidArgument(
+            f"{field} is {t.dtype} {list(t.shape)} with strides {list(t.strides)}: "
+            f"expected contiguous float32 {list(shape)}"
+        )
+    return t
+
+
+def _int32(x: npt.ArrayLike) -> npt.NDArray[Any]:
+    return np.asarray(x, dtype=np.int32) if isinstance(x, list | tuple) else np.asarray(x)
+
+
+class AttentionPlan(_core.kernels.AttentionPlan):
+    """Paged attention of one batch, prepared once and run for every layer.
+
+    Args:
+        pool: the pages; must outlive the plan (the plan holds a reference).
+        num_q_heads: a multiple of the pool's KV heads (grouped-query attention).
+        scale: softmax scale; None = 1 / sqrt(head_dim_k).
+        threads: a :class:`ThreadPool`, or None for the calling thread alone.
+
+    A row's bits depend only on its query and its pages, not on the batch, the chunking, the page
+    size or the number of threads. One plan is used by one thread at a time; the GIL is released.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        num_q_heads: int,
+        scale: float | None = None,
+        threads: _core.kernels.ThreadPool | None = None,
+    ) -> None:
+        if scale is not None and not scale > 0:
+            raise InvalidArgument(f"scale={scale} is out of range: allowed above 0")
+        super().__init__(pool.view_address, num_q_heads, scale or 0.0, threads)
+        self.pool = pool
+
+    def prepare(
+        self, cu_seqlens_q: npt.ArrayLike, context_lens: npt.ArrayLike, block_table: npt.ArrayLike
+    ) -> None:
+        """Describe the batch of the next calls; everything is validated here and copied.
+
+        Args:
+            cu_seqlens_q: int32 [num_seqs + 1], 0 first: new tokens of sequence s are rows
+                cu_seqlens_q[s] to cu_seqlens_q[s + 1].
+            context_lens: int32 [num_seqs], tokens in KV, the new ones included.
+            block_table: int32 [num_seqs, max_pages] page ids, not read past the context.
+
+        Raises:
+            InvalidArgument: names the entry, its value and the allowed range.
+        """
+        super().prepare(_int32(cu_seqlens_q), _int32(context_lens), _int32(block_table))
+
+    def append(self, layer: int, k: Any, v: Any) -> None:
+        """Write the batch's new tokens into their pages.
+
+        Args:
+            layer: 0 to num_layers - 1.
+            k: [tokens, num_kv_heads, head_dim_k] (or the last two flattened), any float dtype.
+            v: [tokens, num_kv_heads, head_dim_v], same dtype as k.
+        """
+        s = self.pool.spec
+        kt = _rows("k", k, (self.num_tokens, s.num_kv_heads, s.head_dim_k))
+        vt = _rows("v", v, (self.num_tokens, s.num_kv_heads, s.head_dim_v))
+        code = _same_dtype("k", kt, "v", vt)
+        self.append_ptr(layer, kt.ptr, kt.strides[0], vt.ptr, vt.strides[0], code)
+
+    def attend(self, layer: int, q: Any, out: Any, lse: Any = None) -> None:
+        """Causal attention of the batch's new tokens over their sequences' pages.
+
+        Args:
+            layer: 0 to num_layers - 1.
+            q: [tokens, num_q_heads, head_dim_k] (or the last two flattened).
+            out: [tokens, num_q_heads, head_dim_v], written; same dtype as q.
+            lse: float32 [tokens, num_q_heads], written: natural log of the softmax denominator.
+
+        A token that sees nothing (more new tokens than context) gets out 0 and lse -inf.
+        """
+        s, n = self.pool.spec, self.num_tokens
+        qt = _rows("q", q, (n, self.num_q_heads, s.head_dim_k))
+        ot = _rows("out", out, (n, self.num_q_heads, s.head_dim_v), write=True)
+        code = _same_dtype("q", qt, "out", ot)
+        lse_ptr = 0 if lse is None else _lse("lse", lse, (n, self.num_q_heads), write=True).ptr
+        self.attend_ptr(layer, qt.ptr, qt.strides[0], ot.ptr, ot.strides[0], lse_ptr, code)
+
+    def run(self, layer: int, q: Any, k: Any, v: Any, out: Any, lse: Any = None) -> None:
+        """:meth:`append` followed by :meth:`attend`."""
+        self.append(layer, k, v)
+        self.attend(layer, q, out, lse)
+
+
+def merge_states(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any = None, lse: Any = None
+) -> tuple[Any, Any]:
+    """Merge two partial attention results over disjoint tokens by their log-sum-exp.
+
+    Args:
+        out_a, out_b: [..., dim] contiguous, same dtype; dim a multiple of 16.
+        lse_a, lse_b: float32 [...], natural log; -inf marks an empty part.
+        out, lse: where to write; None allocates numpy arrays (bfloat16 as uint16 bits).
+
+    Returns:
+        (out, lse). A row whose one part is empty equals the other part bit for bit; merging is what
+        attention itself does between segments, so the order "left to right" reproduces its bits.
+    """
+    a, b = _describe("out_a", out_a), _describe("out_b", out_b)
+    if a.shape != b.shape or len(a.shape) < 1:
+        raise InvalidArgument(f"out_a has shape {list(a.shape)} and out_b {list(b.shape)}")
+    if a.dtype not in DTYPE_CODES:
+        raise InvalidArgument(
+            f"out_a has dtype {a.dtype}: expected one of {', '.join(DTYPE_CODES)}"
+        )
+    code = _same_dtype("out_a", a, "out_b", b)
+    if out is None:
+        kinds: dict[str, Any] = {
+            "float32": np.float32,
+            "float16": np.float16,
+            "bfloat16": np.uint16,
+        }
+        out = np.empty(a.shape, kinds[a.dtype])
+    if lse is None:
+        lse = np.empty(a.shape[:-1], np.float32)
+    o = _describe("out", out, write=True)
+    _same_dtype("out_a", a, "out", o)
+    for field, t in (("out_a", a), ("out_b", b), ("out", o)):
+        dense = tuple(int(np.prod(a.shape[i + 1 :])) for i in range(len(a.shape)))
+        if t.shape != a.shape or any(
+            n > 1 and s != d for n, s, d in zip(t.shape, t.strides, dense, strict=True)
+        ):
+            raise InvalidArgument(
+                f"{field} has shape {list(t.shape)} and strides {list(t.strides)}: "
+                f"expected contiguous {list(a.shape)}"
+            )
+    rows = a.shape[:-1]
+    la, lb = _lse("lse_a", lse_a, rows), _lse("lse_b", lse_b, rows)
+    lo = _lse("lse", lse, rows, write=True)
+    count = int(np.prod(rows))
+    merge_states_ptr(a.ptr, la.ptr, b.ptr, lb.ptr, o.ptr, lo.ptr, count, a.shape[-1], code)
+    return out, lse
+
+
+def append_kv(pool: Pool, layer: int, k: Any, v: Any, slot_mapping: Any) -> None:
+    """Write token i to page ``slot_mapping[i] // page_size``, slot ``slot_mapping[i] % page_size``.
+
+    Args:
+        k, v: [tokens, num_kv_heads, head_dim], same dtype; converted to the page's format.
+        slot_mapping: int64 [tokens]; -1 skips a token.
+    """
+    slots = _describe("slot_mapping", slot_mapping)
+    if slots.dtype != "int64" or len(slots.shape) != 1 or slots.strides[0] not in (0, 1):
+        raise InvalidArgument(
+            f"slot_mapping is {slots.dtype} {list(slots.shape)}: expected contiguous int64 [tokens]"
+        )
+    s, n = pool.spec, slots.shape[0]
+    kt = _rows("k", k, (n, s.num_kv_heads, s.head_dim_k))
+    vt = _rows("v", v, (n, s.num_kv_heads, s.head_dim_v))
+    code = _same_dtype("k", kt, "v", vt)
+    append_kv_ptr(
+        pool.view_address, layer, kt.ptr, kt.strides[0], vt.ptr, vt.strides[0], code, slots.ptr, n
+    )
+
+
+def pack_slice(pool: Pool, page: int, layer: int, k: Any, v: Any, first: int = 0) -> None:
+    """Write canonical rows into one page of one layer, from slot ``first``.
+
+    Args:
+        k, v: [count, num_kv_heads, head_dim], same dtype; ``first + count <= page_size``.
+    """
+    s = pool.spec
+    count = int(k.shape[0])
+    kt = _rows("k", k, (count, s.num_kv_heads, s.head_dim_k))
+    vt = _rows("v", v, (count, s.num_kv_heads, s.head_dim_v))
+    code = _same_dtype("k", kt, "v", vt)
+    _core.kernels.pack_slice_ptr(
+        pool.view_address,
+        page,
+        layer,
+        first,
+        count,
+        kt.ptr,
+        kt.strides[0],
+        vt.ptr,
+        vt.strides[0],
+        code,
+    )
+
+
+def unpack_slice(pool: Pool, page: int, layer: int, k: Any, v: Any, first: int = 0) -> None:
+    """Read slots ``first`` to ``first + count`` of one page of one layer into k and v (written)."""
+    s = pool.spec
+    count = int(k.shape[0])
+    kt = _rows("k", k, (count, s.num_kv_heads, s.head_dim_k), write=True)
+    vt = _rows("v", v, (count, s.num_kv_heads, s.head_dim_v), write=True)
+    code = _same_dtype("k", kt, "v", vt)
+    _core.kernels.unpack_slice_ptr(
+        pool.view_address,
+        page,
+        layer,
+        first,
+        count,
+        kt.ptr,
+        kt.strides[0],
+        vt.ptr,
+        vt.strides[0],
+        code,
+    )
+
+
+def copy_pages(pool: Pool, from_pages: Sequence[int], to_pages: Sequence[int]) -> None:
+    """Copy all layers of page ``from_pages[i]`` to ``to_pages[i]``, in order."""
+    _core.kernels.copy_pages(pool.view_address, list(from_pages), list(to_pages))

@@ -1,0 +1,218 @@
+"""The router's shell: worker connections, clients' streams and the clock around the dispatcher."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+
+from kvcore import wire
+from kvcore.errors import Corrupt, KvcoreError, PeerDead
+from kvcore.router.dispatch import Dispatcher
+from kvcore.router.state import Action, Ask, Deliver, Done, Failure, Output, Worker
+
+log = logging.getLogger("kvcore.router")
+_TICK_S = 0.05
+_HELLO_S = 5.0
+
+
+class ClientStream:
+    """The outputs of one request, in order; belongs to one client task."""
+
+    def __init__(self, router: Router, request_id: bytes) -> None:
+        self._router, self._request_id = router, request_id
+        self._outputs: asyncio.Queue[Output] = asyncio.Queue()
+
+    async def next(self) -> Output:
+        """The next output; after Done or Failure there is none."""
+        return await self._outputs.get()
+
+    def put(self, output: Output) -> None:
+        """For the router."""
+        self._outputs.put_nowait(output)
+
+    def finish(self) -> None:
+        """The answer is complete for the client (a stop string): Done follows."""
+        self._router.finish(self._request_id)
+
+    def cancel(self) -> None:
+        """The client is gone. Harmless when the request is over."""
+        self._router.cancel(self._request_id)
+
+
+class Router:
+    """Serves the control socket and carries out what the dispatcher decides.
+
+    All methods belong to one event loop.
+
+    Args:
+        address: where workers connect (``unix:`` or ``tcp:``); key: the pre-shared key.
+        heartbeat_ms: what workers are told.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, address: str, key: bytes, heartbeat_ms: int = 500
+    ) -> None:
+        self.dispatcher = dispatcher
+        self._wanted, self._key, self._heartbeat_ms = address, key, heartbeat_ms
+        self._router_id = secrets.token_bytes(16)
+        self._connections: dict[bytes, wire.Connection] = {}
+        self._streams: dict[bytes, ClientStream] = {}
+        self._server: wire.Server | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Listen. Raises InvalidArgument when the address cannot be used."""
+        self._server = await wire.serve(self._wanted, self._key, self._serve, role="router")
+        self._ticker = asyncio.create_task(self._tick())
+
+    @property
+    def address(self) -> str:
+        """Where workers connect, with the port that was picked."""
+        return self._server.address if self._server else self._wanted
+
+    async def close(self) -> None:
+        """End every connection; requests in flight fail."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+        for stream in self._streams.values():
+            stream.put(Failure("worker_lost", "the server is shutting down"))
+        self._streams.clear()
+        if self._server is not None:
+            await self._server.close()
+
+    # For the HTTP front.
+
+    def submit(self, ask: Ask) -> ClientStream:
+        """Start a request."""
+        stream = ClientStream(self, ask.request_id)
+        self._streams[ask.request_id] = stream
+        self._act(self.dispatcher.submit(ask, self.now()))
+        return stream
+
+    def finish(self, request_id: bytes) -> None:
+        """End a request as stopped."""
+        self._act(self.dispatcher.finish(request_id, self.now()))
+
+    def cancel(self, request_id: bytes) -> None:
+        """Forget a request and stop its workers."""
+        self._streams.pop(request_id, None)
+        self._act(self.dispatcher.cancel(request_id, self.now()))
+
+    def ready(self) -> bool:
+        """Whether a request could be served now."""
+        return self.dispatcher.ready()
+
+    def roles(self) -> dict[str, int]:
+        """Live workers by role."""
+        found = {"prefill": 0, "decode": 0, "mono": 0}
+        for worker in self.dispatcher.workers.values():
+            found[worker.role] += 1
+        return found
+
+    def max_context(self) -> int | None:
+        """The smallest context of the live workers, tokens."""
+        limits = [w.max_context for w in self.dispatcher.workers.values() if w.max_context]
+        return min(limits, default=None)
+
+    def now(self) -> float:
+        """The router's clock, seconds."""
+        return time.monotonic()
+
+    async def wait_changed(self, timeout_s: float) -> None:
+        """Until a worker came or went, or the time is over."""
+        self._changed.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    # The control socket.
+
+    async def _serve(self, connection: wire.Connection) -> None:
+        kind, hello = await asyncio.wait_for(connection.recv(), _HELLO_S)
+        if kind != "hello":
+            await connection.close(f"expected hello, got {kind}")
+            return
+        names = ("incarnation", "role", "model", "model_epoch", "page_spec")
+        sizes = ("max_context", "num_frames", "pid")
+        worker_id = bytes(hello["worker_id"])
+        worker = Worker(worker_id, **{name: hello[name] for name in (*names, *sizes)})
+        worker.free_frames = worker.num_frames
+        refusal = self.dispatcher.refusal(worker)
+        if refusal:
+            log.error("refused a worker (pid %d): %s", worker.pid, refusal)
+            await connection.close(refusal)
+            return
+        old = self._connections.pop(worker_id, None)
+        if old is not None:
+            old.abort()
+        ack = {"router_id": self._router_id, "heartbeat_ms": self._heartbeat_ms}
+        connection.send_nowait("hello_ack", ack)
+        self._connections[worker_id] = connection
+        log.info("%s joined (pid %d, %d frames)", worker.name, worker.pid, worker.num_frames)
+        self._act(self.dispatcher.worker_up(worker, self.now()))
+        self._changed.set()
+        reason = "its connection handler ended"
+        try:
+            reason = await self._listen(worker_id, connection)
+        finally:
+            if self._connections.get(worker_id) is connection:
+                self._lost(worker, reason)
+
+    async def _listen(self, worker_id: bytes, connection: wire.Connection) -> str:
+        """Until the connection ends; returns why."""
+        while True:
+            try:
+                kind, fields = await connection.recv()
+            except PeerDead:
+                return "it left" if connection.closed_in_order else "its process is gone"
+            except Corrupt as error:
+                return f"it sent a bad frame: {error}"
+            if self._connections.get(worker_id) is not connection:
+                return "replaced"
+            self._act(self.dispatcher.message(worker_id, kind, fields, self.now()))
+
+    def _lost(self, worker: Worker, reason: str) -> None:
+        connection = self._connections.pop(worker.worker_id)
+        log.warning("%s (pid %d) lost: %s", worker.name, worker.pid, reason)
+        self._act(self.dispatcher.worker_down(worker.worker_id, reason, self.now()))
+        self._changed.set()
+        connection.abort()
+
+    async def _tick(self) -> None:
+        last = self.now()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = self.now()
+            if now - last > 10 * _TICK_S:
+                self.dispatcher.stalled(now - last)
+            last = now
+            for worker in self.dispatcher.silent(now):
+                self._lost(worker, "no heartbeat")
+            self._act(self.dispatcher.tick(now))
+
+    def _act(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Deliver):
+                over = isinstance(action.output, (Done, Failure))
+                streams = self._streams
+                get = streams.pop if over else streams.get
+                stream = get(action.request_id, None)
+                if stream is not None:
+                    stream.put(action.output)
+                continue
+            connection = self._connections.get(action.worker_id)
+            if connection is None:
+                continue
+            try:
+                connection.send_nowait(action.type, action.fields)
+            except PeerDead:
+                log.debug("%s to a closed connection", action.type)  # its end is on the way
+            except KvcoreError:
+                log.exception("cannot send %s", action.type)
+                connection.abort()

@@ -1,0 +1,1 @@
+"""The HTTP front, the launcher of local workers and the demo."""

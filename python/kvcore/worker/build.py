@@ -1,0 +1,67 @@
+"""From a launch description to an engine over real pages, kernels and stream."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcore import kernels, model
+from kvcore.config import WorkerLaunch, deployment_secret, read_key_file
+from kvcore.errors import InvalidArgument
+from kvcore.pages import Pool
+from kvcore.stream import Endpoint
+from kvcore.worker.engine import Engine
+from kvcore.worker.handoff import DecodeEngine, PrefillEngine
+from kvcore.worker.memory import PageMemory
+
+log = logging.getLogger(__name__)
+
+
+def build_worker(launch: WorkerLaunch, directory: Path) -> tuple[Engine, dict[str, Any]]:
+    """The engine of ``launch`` and its part of ``hello``; sockets go to ``directory``."""
+    config = launch.worker
+    torch.set_num_threads(config.threads)
+    loaded = model.load(launch.model, config.dtype)
+    spec = loaded.page_spec(config.page_size)
+    num_frames = config.kv_bytes // spec.frame_bytes
+    if num_frames < 1:
+        raise InvalidArgument(
+            f"kv_bytes is {config.kv_bytes}; allowed: at least one frame of {spec.frame_bytes}"
+        )
+    pool = Pool(spec, num_frames)
+    memory = PageMemory(pool, deployment_secret())
+    threads = kernels.ThreadPool(config.threads, launch.cpus or None)
+    plan = kernels.AttentionPlan(
+        pool, loaded.config.num_q_heads, loaded.config.attention_scale, threads
+    )
+    options: dict[str, Any] = {
+        "token_budget": config.token_budget,
+        "max_running": config.max_batch,
+    }
+    about = {
+        "model": loaded.model_id,
+        "model_epoch": loaded.epoch,
+        "page_spec": spec.describe(),
+        "max_context": min(loaded.config.max_position, memory.capacity_tokens),
+        "num_frames": num_frames,
+    }
+    if launch.role == "mono":
+        return Engine(loaded, memory, plan, **options), about
+    listen = []
+    if launch.role == "decode":
+        shm = f"shm:{directory}/decode-{os.getpid()}.sock"
+        listen = [shm if config.transport == "shm" else "tcp:127.0.0.1:0"]
+    endpoint = Endpoint(
+        pool,
+        listen,
+        key=read_key_file(launch.key_file) if launch.key_file else b"",
+        checksums=config.checksums,
+        pacing_bytes_per_s=config.pacing_bytes_per_s,
+    )
+    about["stream_addresses"] = list(endpoint.addresses)
+    role = DecodeEngine if launch.role == "decode" else PrefillEngine
+    return role(loaded, memory, plan, endpoint=endpoint, **options), about

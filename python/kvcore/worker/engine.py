@@ -1,0 +1,284 @@
+"""Engine: one model over one pool of pages; requests in, tokens out, one step at a time.
+
+Holds no socket or thread and reads time only through ``clock``. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import torch
+
+from kvcore.errors import InvalidArgument, KvcoreError, OutOfPages
+from kvcore.worker.batch import BatchArrays
+from kvcore.worker.memory import PageMemory
+from kvcore.worker.request import Output, Request, Sequence, State
+from kvcore.worker.sampling import Sampled, sample
+from kvcore.worker.scheduler import Row, Scheduler
+
+log = logging.getLogger(__name__)
+
+_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in kvcore.kernels
+
+
+def snake(name: str) -> str:
+    """The wire's name of an error class: ``InvalidArgument`` is ``invalid_argument``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class Engine:
+    """Continuous batching of a model over pages (the mono role; the base of the other two).
+
+    Args:
+        model: ``config``, and ``forward(tokens [T], positions [T], attend, logits_rows [R])`` ->
+            float32 [R, vocab].
+        memory: the pages; plan: a ``kernels.AttentionPlan`` over the same pool.
+        token_budget: tokens per step shared by decode rows and prompt chunks.
+        max_running: sequences that hold pages at once.
+        max_context: tokens of a request, prompt and completion; 0 = what the model allows.
+    """
+
+    decodes = True
+    receives = False
+
+    def __init__(
+        self,
+        model: Any,
+        memory: PageMemory,
+        plan: Any,
+        *,
+        token_budget: int = 512,
+        max_running: int = 64,
+        max_context: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.memory = memory
+        self.plan = plan
+        self.clock = clock
+        limit = int(model.config.max_position)
+        self.max_context = min(max_context, limit) if max_context > 0 else limit
+        self.scheduler = Scheduler(
+            memory, token_budget, max_running, decodes=self.decodes, receives=self.receives
+        )
+        self.counters = {
+            "steps": 0,
+            "computed_prompt_tokens": 0,
+            "recomputed_tokens": 0,
+            "cached_tokens": 0,
+            "generated_tokens": 0,
+            "kv_bytes_sent": 0,
+            "kv_bytes_received": 0,
+        }
+        self.idle = True  # the last step had no rows
+        self._live: dict[bytes, Sequence] = {}
+        self._outputs: list[Output] = []
+
+    # Requests in, outputs out.
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live) or bool(self._outputs)
+
+    def add(self, request: Request, extra: Any = None) -> Sequence:
+        """Queues a request. Raises InvalidArgument or OutOfPages when it can never be answered."""
+        request.check(self.model.config.vocab_size, self.max_context)
+        if request.request_id in self._live:
+            raise InvalidArgument(f"request_id {request.request_id.hex()} is already in use here")
+        capacity = self.memory.capacity_tokens
+        num_prompt = int(request.tokens.size)
+        if num_prompt > capacity:
+            raise OutOfPages(
+                f"tokens has {num_prompt} entries; the pool of {self.memory.num_frames} frames"
+                f" holds {capacity} tokens in all"
+            )
+        # The last token generated needs no KV: one more than the pool holds may come out.
+        max_total = min(num_prompt + request.max_tokens, self.max_context, capacity + 1)
+        seq = Sequence(request, max_total, self.memory.page_size, self.clock(), extra=extra)
+        self._live[request.request_id] = seq
+        self.scheduler.add(seq)
+        return seq
+
+    def cancel(self, request_id: bytes) -> bool:
+        """Ends a request and frees its pages; False when it is unknown (already over)."""
+        seq = self._live.get(request_id)
+        if seq is None:
+            return False
+        self._finish(seq, "cancelled")
+        return True
+
+    def cancel_all(self) -> None:
+        for seq in list(self._live.values()):
+            self._finish(seq, "cancelled")
+
+    def step(self) -> list[Output]:
+        """Computes one batch, if there is one, and returns what happened since the last call."""
+        self.poll()
+        self._check_deadlines()
+        rows = self.scheduler.schedule()
+        for seq in self.scheduler.take_admitted():
+            try:
+                self._admitted(seq)
+            except KvcoreError as error:
+                self._fail(seq, snake(type(error).__name__), str(error), retryable=True)
+        rows = [row for row in rows if row.seq.state is State.RUNNING]
+        self.idle = not rows
+        if rows:
+            try:
+                self._run(rows)
+            except (KvcoreError, RuntimeError, MemoryError) as error:
+                log.exception("a step of %d rows failed", len(rows))
+                for row in rows:
+                    if row.seq.state is not State.DONE:
+                        self._fail(row.seq, "internal", f"the step failed: {error}", retryable=True)
+        return self.drain()
+
+    def drain(self) -> list[Output]:
+        """Outputs not taken yet."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges by name."""
+        pool = self.memory.pool.stats()
+        gauges = {
+            "running": self.scheduler.num_live,
+            "waiting": len(self.scheduler.waiting),
+            "waiting_tokens": self.scheduler.waiting_tokens,
+            "free_frames": pool.free_frames,
+            "num_frames": pool.num_frames,
+            "preemptions": self.scheduler.preemptions,
+        }
+        return {name: float(value) for name, value in (gauges | self.counters).items()}
+
+    # One step.
+
+    def _run(self, rows: list[Row]) -> None:
+        logits = self._forward(rows)
+        sampling = [row.seq for row in rows if row.samples]
+        for row in rows:
+            self._computed(row)
+        if not sampling:
+            return
+        chosen = sample(logits, [s.request for s in sampling], [s.num_tokens for s in sampling])
+        for seq, token in zip(sampling, chosen, strict=True):
+            if token is None:
+                self._fail(seq, "internal", "the model gave logits that are not finite")
+            else:
+                self._sampled(seq, token)
+
+    def _forward(self, rows: list[Row]) -> torch.Tensor:
+        arrays = BatchArrays.of(rows)
+        self.plan.prepare(arrays.cu_seqlens_q, arrays.context_lens, arrays.block_table)
+        attention = self._attention(rows)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(q.shape[0], q.shape[1] * v.shape[2], dtype=q.dtype)
+            attention.run_ptr(
+                layer, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(),
+                v.stride(0), out.data_ptr(), 0, _DTYPE_CODES[q.dtype],
+            )  # fmt: skip
+            return out
+
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model.forward(
+                arrays.tokens, arrays.positions, attend, arrays.logits_rows
+            )
+        self.counters["steps"] += 1
+        return logits
+
+    def _computed(self, row: Row) -> None:
+        seq = row.seq
+        before = seq.computed_prompt_tokens, seq.recomputed_tokens
+        seq.computed(row.count)
+        self.counters["computed_prompt_tokens"] += seq.computed_prompt_tokens - before[0]
+        self.counters["recomputed_tokens"] += seq.recomputed_tokens - before[1]
+        if seq.num_computed <= seq.num_prompt:
+            self.memory.publish(seq)
+
+    def _accept(self, seq: Sequence, token: Sampled) -> None:
+        """Appends a generated token, tells it, and ends the request when it is the last."""
+        self._tell(
+            "tokens",
+            seq,
+            first_index=seq.num_tokens - seq.num_prompt,
+            token_ids=[token.token_id],
+            **token.chances(),
+        )
+        seq.token_ids[seq.num_tokens] = token.token_id
+        seq.num_tokens += 1
+        self.counters["generated_tokens"] += 1
+        request = seq.request
+        stops: Iterable[int] = () if request.ignore_eos else self.model.config.eos_ids
+        if token.token_id in request.stop_token_ids or token.token_id in stops:
+            self._finish(seq, "stop")
+        elif seq.num_tokens >= seq.max_total:
+            self._finish(seq, "length")
+
+    # Ends: each gives back the pages once.
+
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        if reason != "cancelled":
+            self.memory.publish(seq)
+        self._remove(seq)
+        self._tell_finished(seq, reason)
+
+    def _tell_finished(self, seq: Sequence, reason: str) -> None:
+        facts = {
+            "reason": reason,
+            "prompt_tokens": seq.num_prompt,
+            "completion_tokens": seq.num_tokens - seq.num_prompt,
+            "cached_tokens": seq.cached_tokens,
+            "computed_prompt_tokens": seq.computed_prompt_tokens,
+        }
+        self._tell("finished", seq, **(facts | self._facts(seq)))
+
+    def _fail(self, seq: Sequence, code: str, message: str, retryable: bool = False) -> None:
+        self._remove(seq)
+        self._tell("failed", seq, code=code, message=message, retryable=int(retryable))
+
+    def _tell(self, kind: str, seq: Sequence, **fields: Any) -> None:
+        self._outputs.append(Output(kind, {"request_id": seq.request_id, **fields}))
+
+    def _remove(self, seq: Sequence) -> None:
+        del self._live[seq.request_id]
+        self._ended(seq)
+        self.scheduler.remove(seq)
+
+    def _check_deadlines(self) -> None:
+        now = self.clock()
+        late = [
+            seq for seq in self._live.values() if 0.0 < seq.request.deadline_s < now - seq.arrival_s
+        ]
+        for seq in late:
+            self._fail(seq, "timeout", f"deadline_s of {seq.request.deadline_s} passed")
+
+    # What the prefill and decode roles do differently.
+
+    event_fd = -1
+
+    def poll(self) -> None:
+        """Takes the events of a stream; ``event_fd`` is readable when there are any."""
+
+    def _admitted(self, seq: Sequence) -> None:
+        """Called when ``seq`` got its pages."""
+        if seq.admissions == 1:
+            self.counters["cached_tokens"] += seq.cached_tokens
+
+    def _facts(self, seq: Sequence) -> dict[str, Any]:
+        """Fields of ``finished`` that the role knows better."""
+        return {}
+
+    def _attention(self, rows: Rows[Row]) -> Any:
+        return self.plan
+
+    def _sampled(self, seq: Sequence, token: Sampled) -> None:
+        self._accept(seq, token)
+
+    def _ended(self, seq: Sequence) -> None:
+        """Called once as ``seq`` ends, before its pages are given back."""

@@ -1,0 +1,207 @@
+"""The prefill and decode roles: an engine each, and between them a layer-wise stream of pages.
+
+The decode side owns the request's output. It grants pages for what its prefix cache lacks; the
+prefill side computes the prompt, publishes every (chunk, layer) as it is appended, samples the first
+token and sends it as the stream's payload. All layers or nothing: a broken hand-over frees both
+sides' pages and is reported as retryable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+from kvcore import wire
+from kvcore.errors import Corrupt, InvalidArgument
+from kvcore.stream import LayerStep
+from kvcore.worker.engine import Engine, snake
+from kvcore.worker.request import Request, Sequence, State
+from kvcore.worker.sampling import Sampled
+from kvcore.worker.scheduler import Row
+
+
+def pack_first(token: Sampled, seq: Sequence) -> bytes:
+    """The stream's payload: what the prefill side did, and the first token, as two messages."""
+    done = {"request_id": seq.request_id, "cached_tokens": seq.cached_tokens}
+    head = wire.encode("prefilled", done)
+    chosen = {"request_id": seq.request_id, "token_ids": [token.token_id], **token.chances()}
+    return len(head).to_bytes(4, "little") + head + wire.encode("tokens", chosen)
+
+
+def unpack_first(payload: bytes, vocab_size: int) -> tuple[Sampled, int]:
+    """The first token and how many the prefill side had cached. Raises Corrupt."""
+    cut = 4 + int.from_bytes(payload[:4], "little")
+    _, done = wire.decode(payload[4:cut])
+    kind, chosen = wire.decode(payload[cut:])
+    ids = chosen.get("token_ids", [])
+    if kind != "tokens" or len(ids) != 1 or not 0 <= ids[0] < vocab_size:
+        raise Corrupt(f"the payload holds {kind} with token_ids {ids}, not a first token")
+    token = Sampled(ids[0], chosen["logprobs"], chosen["top_ids"], chosen["top_logprobs"])
+    return token, int(done.get("cached_tokens", 0))
+
+
+class DecodeEngine(Engine):
+    """Receives prompts' pages and decodes; ``add`` reserves pages and answers ``Reserved``."""
+
+    receives = True
+
+    def __init__(self, *args: Any, endpoint: Any, grant_timeout_s: float = 60.0, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self.endpoint, self.event_fd = endpoint, endpoint.event_fd
+        self.grant_timeout_s = grant_timeout_s
+
+    def poll(self) -> None:
+        """Takes what the stream did: arrived sequences join the next step's batch."""
+        for kind, request_id, *rest in self.endpoint.poll():
+            seq = self._live.get(request_id)
+            if seq is None or seq.state is not State.RECEIVING:
+                continue  # ended here while its last event was under way
+            if kind == "complete":
+                self._received(seq, *rest)
+            else:
+                self._fail(seq, snake(rest[0]), rest[1], retryable=True)
+
+    def _admitted(self, seq: Sequence) -> None:
+        super()._admitted(seq)
+        if seq.state is not State.RECEIVING:
+            return  # preempted before: its tokens are known, it recomputes
+        first = seq.num_computed // seq.page_size
+        last = -(-seq.num_prompt // seq.page_size)
+        left = seq.request.deadline_s - (self.clock() - seq.arrival_s)
+        grant = self.endpoint.grant(
+            seq.request_id,
+            seq.pages[first:last].tolist(),
+            seq.num_prompt - seq.num_computed,
+            seq.num_computed,
+            min(left, self.grant_timeout_s) if seq.request.deadline_s > 0 else self.grant_timeout_s,
+        )
+        self._tell("reserved", seq, grant=grant, cached_tokens=seq.num_computed)
+
+    def _received(self, seq: Sequence, payload: bytes, stats: Any) -> None:
+        try:
+            token, cached = unpack_first(payload, self.model.config.vocab_size)
+        except Corrupt as error:
+            self._fail(seq, "corrupt", str(error), retryable=True)
+            return
+        seq.extra = {
+            "cached_tokens": cached,
+            "kv_bytes": stats.bytes,
+            "arrived_fraction": stats.arrived_fraction,
+            "exposed_s": stats.exposed_s,
+            "transport": stats.transport,
+        }
+        self.counters["kv_bytes_received"] += stats.bytes
+        self.scheduler.received(seq)
+        seq.num_computed = seq.computed_mark = seq.num_prompt
+        self.memory.publish(seq)
+        self._accept(seq, token)
+
+    def _ended(self, seq: Sequence) -> None:
+        if seq.state is State.RECEIVING:
+            self.endpoint.release(seq.request_id)  # fence, then the pages may go
+
+    def _facts(self, seq: Sequence) -> dict[str, Any]:
+        return seq.extra or {}
+
+
+@dataclass
+class _Handover:
+    """A prompt's way out of the prefill worker: where to, and when what happened."""
+
+    grant: bytes
+    start_token: int
+    sender: Any = None
+    started_s: float = 0.0
+    committed_s: float = 0.0
+
+
+class PrefillEngine(Engine):
+    """Computes prompts and hands their pages over; keeps what it computed as a prefix cache."""
+
+    decodes = False
+
+    def __init__(self, *args: Any, endpoint: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self.endpoint, self.event_fd = endpoint, endpoint.event_fd
+        self._sending: dict[bytes, Sequence] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sending) or super().has_work
+
+    def prefill(self, request: Request, grant: bytes, start_token: int) -> None:
+        """Queues a prompt whose tokens from ``start_token`` on go to ``grant``."""
+        page, size = self.memory.page_size, request.tokens.size
+        if start_token % page or not 0 <= start_token < max(size, 1):
+            raise InvalidArgument(
+                f"start_token is {start_token}; allowed: multiples of {page} below {size}"
+            )
+        if request.request_id in self._sending:
+            raise InvalidArgument(f"request_id {request.request_id.hex()} is already in use here")
+        self.add(request, extra=_Handover(grant, start_token))
+
+    def cancel(self, request_id: bytes) -> bool:
+        seq = self._sending.pop(request_id, None)
+        if seq is None:
+            return super().cancel(request_id)
+        seq.extra.sender.abort("cancelled")
+        self._tell_finished(seq, "cancelled")
+        return True
+
+    def cancel_all(self) -> None:
+        super().cancel_all()
+        for request_id in list(self._sending):
+            self.cancel(request_id)
+
+    def poll(self) -> None:
+        """Takes what the stream did: sent prompts are reported, broken ones end."""
+        for kind, request_id, *rest in self.endpoint.poll():
+            seq = self._sending.pop(request_id, None)
+            if seq is not None and kind == "sent":
+                self._sent(seq, rest[0])
+            elif seq is not None:
+                self._tell("failed", seq, code=snake(rest[0]), message=rest[1], retryable=1)
+            elif request_id in self._live:
+                self._fail(self._live[request_id], snake(rest[0]), rest[1], retryable=True)
+
+    def _sent(self, seq: Sequence, stats: Any) -> None:
+        handover = seq.extra
+        self.counters["kv_bytes_sent"] += stats.bytes
+        self._tell(
+            "prefilled",
+            seq,
+            cached_tokens=seq.cached_tokens,
+            computed_tokens=seq.computed_prompt_tokens,
+            kv_bytes=stats.bytes,
+            transport=stats.transport,
+            prefill_s=handover.committed_s - handover.started_s,
+            queue_s=handover.started_s - seq.arrival_s,
+        )
+
+    def _admitted(self, seq: Sequence) -> None:
+        super()._admitted(seq)
+        handover = seq.extra
+        handover.started_s = self.clock()
+        first = handover.start_token // seq.page_size
+        last = -(-seq.num_prompt // seq.page_size)
+        handover.sender = self.endpoint.open(handover.grant, seq.pages[first:last].tolist())
+        cached = seq.num_computed // seq.page_size - first
+        if cached > 0:  # known here, unknown there: these go at once
+            handover.sender.push_cached(0, cached)
+
+    def _attention(self, rows: Rows[Row]) -> Any:
+        senders = [(row.seq.extra.sender, index) for index, row in enumerate(rows)]
+        return LayerStep(self.plan, senders)
+
+    def _sampled(self, seq: Sequence, token: Sampled) -> None:
+        """The prompt is done: the stream holds the pages it still reads, the cache the rest."""
+        seq.extra.sender.commit(pack_first(token, seq))
+        seq.extra.committed_s = self.clock()
+        del self._live[seq.request_id]
+        self._sending[seq.request_id] = seq
+        self.scheduler.remove(seq)
+
+    def _ended(self, seq: Sequence) -> None:
+        if seq.extra.sender is not None:
+            seq.extra.sender.abort("cancelled")

@@ -1,0 +1,268 @@
+"""Every refusal has the OpenAI shape, the right status and a message that names the field."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+from kvcore.router.state import Failure, Tokens
+from serve_fakes import MODEL, ByteCodec, ScriptBackend, front, say, serving
+
+GOOD = {"model": MODEL, "prompt": "a"}
+GOOD_CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    backend = ScriptBackend(say("ok"))
+    with serving(front(backend, ByteCodec(128))) as base:
+        yield base
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"] and body["error"]["type"]
+    return dict(body["error"])
+
+
+COMPLETION_CASES = [
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": ["a", ""]}, 400, "prompt"),
+    ({"prompt": [[]]}, 400, "prompt"),
+    ({"prompt": None}, 400, "prompt"),
+    ({"prompt": 5}, 400, "prompt"),
+    ({"prompt": {"a": 1}}, 400, "prompt"),
+    ({"prompt": [1, "a"]}, 400, "prompt"),
+    ({"prompt": [1, True]}, 400, "prompt"),
+    ({"prompt": [-1]}, 400, "prompt"),
+    ({"prompt": [257]}, 400, "prompt"),
+    ({"prompt": "x" * 128}, 400, "prompt"),
+    ({"prompt": "x" * 100, "max_tokens": 29}, 400, "max_tokens"),
+    ({"prompt": ["a"] * 129}, 400, "prompt"),
+    ({"prompt": "\ud800"}, 400, "prompt"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"max_tokens": -5}, 400, "max_tokens"),
+    ({"max_tokens": "7"}, 400, "max_tokens"),
+    ({"max_tokens": 1.5}, 400, "max_tokens"),
+    ({"max_tokens": True}, 400, "max_tokens"),
+    ({"max_tokens": 10**30}, 400, "max_tokens"),
+    ({"temperature": -0.1}, 400, "temperature"),
+    ({"temperature": 2.1}, 400, "temperature"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"top_p": 1.1}, 400, "top_p"),
+    ({"seed": 1.0}, 400, "seed"),
+    ({"seed": 2**64}, 400, "seed"),
+    ({"stop": ["a"] * 5}, 400, "stop"),
+    ({"stop": ""}, 400, "stop"),
+    ({"stop": [1]}, 400, "stop"),
+    ({"stop": 1}, 400, "stop"),
+    ({"logprobs": 6}, 400, "logprobs"),
+    ({"logprobs": True}, 400, "logprobs"),
+    ({"stream": "yes"}, 400, "stream"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ({"stream": True, "stream_options": 3}, 400, "stream_options"),
+    (
+        {"stream": True, "stream_options": {"include_usage": 1}},
+        400,
+        "stream_options.include_usage",
+    ),
+    ({"n": 2}, 400, "n"),
+    ({"best_of": 3}, 400, "best_of"),
+    ({"echo": True}, 400, "echo"),
+    ({"suffix": "x"}, 400, "suffix"),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty"),
+    ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ({"temprature": 1}, 400, "temprature"),
+    ({"model": 5}, 400, "model"),
+    ({"model": None}, 400, "model"),
+    ({"model": "gpt-9"}, 404, "model"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "param"), COMPLETION_CASES)
+def test_completion_refusals(url: str, change: dict[str, Any], status: int, param: str) -> None:
+    body = json.dumps({**GOOD, **change})
+    response = httpx.post(url + "/v1/completions", content=body)
+    error = error_of(response)
+    assert response.status_code == status
+    assert error["param"] == param
+    assert param.split(".")[-1] in error["message"]
+
+
+CHAT_CASES = [
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+    ),
+    ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), CHAT_CASES)
+def test_chat_refusals(url: str, change: dict[str, Any], param: str) -> None:
+    response = httpx.post(url + "/v1/chat/completions", json={**GOOD_CHAT, **change})
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, param)
+    assert param in error["message"]
+
+
+def test_context_length_code(url: str) -> None:
+    response = httpx.post(url + "/v1/completions", json={**GOOD, "prompt": "x" * 500})
+    error = error_of(response)
+    assert error["code"] == "context_length_exceeded"
+    assert "500" in error["message"] and "128" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"a"', b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000, b"1" * 5000],
+)
+def test_malformed_json(url: str, body: bytes) -> None:
+    response = httpx.post(url + "/v1/completions", content=body)
+    assert response.status_code == 400
+    assert "JSON" in error_of(response)["message"]
+
+
+def test_harmless_and_neutral_fields_are_accepted(url: str) -> None:
+    extra = {"n": 1, "user": "me", "presence_penalty": 0, "frequency_penalty": 0.0}
+    extra |= {"logit_bias": {}, "echo": False, "best_of": 1, "logprobs": None, "stop": None}
+    assert httpx.post(url + "/v1/completions", json={**GOOD, **extra}).status_code == 200
+    extra = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
+    assert httpx.post(url + "/v1/chat/completions", json={**GOOD_CHAT, **extra}).status_code == 200
+
+
+def test_paths_and_methods(url: str) -> None:
+    response = httpx.get(url + "/v1/nothing")
+    assert response.status_code == 404 and error_of(response)
+    response = httpx.get(url + "/v1/completions")
+    assert response.status_code == 405 and error_of(response)
+    response = httpx.get(url + "/v1/models/other")
+    assert response.status_code == 404 and error_of(response)["code"] == "model_not_found"
+
+
+def test_10_mb_body_with_the_client(url: str) -> None:
+    client = openai.OpenAI(base_url=url + "/v1", api_key="x", max_retries=0)
+    with client, pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(model=MODEL, prompt="x" * 10_000_000)
+    assert caught.value.status_code == 413
+    assert caught.value.body["param"] == "body"  # type: ignore[index]
+
+
+def test_10_mb_body_without_length(url: str) -> None:
+    def parts() -> Iterator[bytes]:
+        for _ in range(160):
+            yield b"x" * 65536
+
+    response = httpx.post(url + "/v1/completions", content=parts())
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "body_too_large"
+
+
+def test_large_body_is_refused_before_it_is_sent(url: str) -> None:
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=5) as sock:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n"
+        start = time.monotonic()
+        sock.sendall(head.encode())
+        answer = sock.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert time.monotonic() - start < 1.0
+
+
+FAILURES = [
+    (Failure("no_capacity", "full", 3.0), 429, "3"),
+    (Failure("no_workers", "none"), 503, None),
+    (Failure("worker_lost", "gone"), 503, None),
+    (Failure("timeout", "late"), 504, None),
+    (Failure("unsupported", "no"), 400, None),
+    (Failure("whatever", "odd"), 500, None),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("failure", "status", "retry"), FAILURES)
+def test_failures_of_the_router(
+    failure: Failure, status: int, retry: str | None, stream: bool
+) -> None:
+    with serving(front(ScriptBackend(lambda ask: [failure]))) as url:
+        response = httpx.post(url + "/v1/completions", json={**GOOD, "stream": stream})
+    assert response.status_code == status
+    assert error_of(response)["code"] == failure.code
+    assert response.headers.get("retry-after") == retry
+
+
+def test_failure_in_mid_stream_reaches_the_client() -> None:
+    script = [Tokens([104]), Tokens([105]), Failure("worker_lost", "the worker died")]
+    with serving(front(ScriptBackend(lambda ask: script))) as url:
+        client = openai.OpenAI(base_url=url + "/v1", api_key="x", max_retries=0)
+        stream = client.completions.create(model=MODEL, prompt="a", stream=True)
+        assert next(stream).choices[0].text == "h"
+        assert next(stream).choices[0].text == "i"
+        with pytest.raises(openai.APIError, match="the worker died"):
+            next(stream)
+        client.close()
+
+
+def test_one_failed_choice_cancels_the_others() -> None:
+    def script(ask: Any) -> Any:
+        return [Failure("worker_lost", "x")] if ask.tokens == (98,) else [Tokens([97]), 30.0]
+
+    backend = ScriptBackend(script)
+    with serving(front(backend)) as url:
+        response = httpx.post(url + "/v1/completions", json={**GOOD, "prompt": ["a", "b"]})
+    assert response.status_code == 503
+    assert len(backend.cancelled) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_disconnect_cancels(stream: bool) -> None:
+    backend = ScriptBackend(lambda ask: [Tokens([97]), 30.0])
+    with serving(front(backend)) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url + "/v1/completions", json={**GOOD, "stream": stream}, timeout=0.3)
+        end = time.monotonic() + 2
+        while not backend.cancelled and time.monotonic() < end:
+            time.sleep(0.01)
+        assert backend.cancelled == [backend.asks[0].request_id]
+        text = httpx.get(url + "/metrics").text
+        assert "kvcore_client_disconnects_total 1.0" in text
+        assert 'kvcore_requests_total{path="/v1/completions",status="499"} 1.0' in text
+
+
+def test_api_key() -> None:
+    with serving(front(ScriptBackend(say("ok")), api_key="s3cret")) as url:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic s3cret"}):
+            response = httpx.post(url + "/v1/completions", json=GOOD, headers=headers)
+            assert response.status_code == 401
+            assert error_of(response)["code"] == "invalid_api_key"
+            assert "s3cret" not in response.text
+        assert httpx.get(url + "/metrics").status_code == 401
+        assert httpx.get(url + "/health").status_code == 200
+        good = {"Authorization": "Bearer s3cret"}
+        assert httpx.post(url + "/v1/completions", json=GOOD, headers=good).status_code == 200

@@ -1,0 +1,1 @@
+"""Helpers that several test rooms share; importable through tests/conftest.py."""
