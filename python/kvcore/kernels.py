@@ -30,7 +30,10 @@ __all__ = [
     "merge_states",
     "merge_states_ptr",
     "pack_slice",
+    "rms_norm_ptr",
+    "rope_ptr",
     "set_isa",
+    "silu_mul_ptr",
     "unpack_slice",
 ]
 
@@ -39,6 +42,9 @@ DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 append_kv_ptr = _core.kernels.append_kv_ptr
 merge_states_ptr = _core.kernels.merge_states_ptr
+rms_norm_ptr = _core.kernels.rms_norm_ptr
+rope_ptr = _core.kernels.rope_ptr
+silu_mul_ptr = _core.kernels.silu_mul_ptr
 
 
 class ThreadPool(_core.kernels.ThreadPool):
@@ -114,6 +120,8 @@ def _rows(field: str, x: Any, shape: tuple[int, ...], *, write: bool = False) ->
         )
     if t.shape != shape:
         raise InvalidArgument(f"{field} has shape {list(t.shape)}: expected {list(shape)}")
+    if 0 in t.shape:  # whatever strides an empty tensor names
+        return t._replace(strides=(shape[1] * shape[2], shape[2], 1))
     dense = 1
     for size, stride in zip(reversed(t.shape[1:]), reversed(t.strides[1:]), strict=True):
         if size > 1 and stride != dense:

@@ -13,7 +13,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvcore.router.policy import KEY_UNIT, Pair, can_serve, choose, uncached
 from kvcore.router.state import (
@@ -30,42 +30,20 @@ from kvcore.router.state import (
     Worker,
 )
 
+if TYPE_CHECKING:
+    from kvcore.prefix import ClusterIndex
+
 _NOBODY: AbstractSet[bytes] = frozenset()
 _NO_WORKERS = Failure("no_workers", "no worker is ready to serve this request", 1.0)
-
-
-class PrefixIndex(Protocol):
-    """Who holds which key (soft state, rebuilt from the workers' events)."""
-
-    def apply(
-        self,
-        worker_id: bytes,
-        incarnation: int,
-        seq: int,
-        stored: list[bytes],
-        removed: list[bytes],
-        snapshot: bool,
-    ) -> str:
-        """ "ok", or "resync" when events are missing."""
-        ...
-
-    def drop(self, worker_id: bytes) -> None:
-        """Forget a worker."""
-        ...
-
-    def query(self, keys: list[bytes]) -> Mapping[bytes, int]:
-        """Leading units of ``keys`` that each worker holds."""
-        ...
-
-
-KeysOf = Callable[[Sequence[int]], "tuple[bytes, list[bytes]]"]
+KeysOf = Callable[[Worker, Sequence[int]], "tuple[bytes, list[bytes]]"]
 
 
 class Dispatcher:
     """Requests in flight and the workers that carry them.
 
     Args:
-        keys_of: tokens -> (namespace digest, keys of their whole units).
+        index: who holds which key, rebuilt from the workers' events.
+        keys_of: (a worker, tokens) -> (namespace digest of what it runs, keys of whole units).
         max_queue: requests that may wait here; more are refused with ``no_capacity``.
         max_wait_s: longest wait here.
         max_attempts: times one request is dispatched.
@@ -75,7 +53,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        index: PrefixIndex,
+        index: ClusterIndex,
         keys_of: KeysOf,
         *,
         max_queue: int = 256,
@@ -117,8 +95,7 @@ class Dispatcher:
             text = f"{len(self._waiting)} requests are waiting already; try again later"
             self._actions.append(Deliver(ask.request_id, self._busy(text)))
             return self._take()
-        namespace, keys = self._keys_of(ask.tokens)
-        flight = Flight(ask, namespace, keys, now)
+        flight = Flight(ask, now)
         self._flights[ask.request_id] = flight
         self._room = True
         self._waiting.append(flight)
@@ -224,14 +201,11 @@ class Dispatcher:
         worker.stats = dict(zip(names, values, strict=False))
 
     def _prefix_events(self, worker: Worker, fields: Mapping[str, Any]) -> None:
-        verdict = self._index.apply(
-            worker.worker_id,
-            fields["incarnation"],
-            fields["seq"],
-            fields["stored"],
-            fields["removed"],
-            bool(fields["snapshot"]),
-        )
+        sender = (worker.worker_id, fields["incarnation"], fields["seq"])
+        if fields["snapshot"]:
+            verdict = self._index.apply_snapshot(*sender, fields["stored"])
+        else:
+            verdict = self._index.apply(*sender, fields["stored"], fields["removed"])
         if verdict == "resync":
             self.counters["prefix_resyncs"] += 1
             self._actions.append(Send(worker.worker_id, "prefix_resync", {}))
@@ -340,6 +314,9 @@ class Dispatcher:
                 flight.give_up = now + self._rejoin_wait_s
         while self._waiting and serving:
             flight = self._waiting[0]
+            if flight.keys is None:
+                any_worker = next(iter(self.workers.values()))
+                flight.namespace, flight.keys = self._keys_of(any_worker, flight.tokens)
             matched = self._index.query(flight.keys) if flight.keys else {}
             length = len(flight.ask.tokens) + len(flight.emitted)
             pair = choose(length, matched, self.workers.values(), flight.avoid)
@@ -409,8 +386,7 @@ class Dispatcher:
             self.counters["retries"] += 1
             flight.facts["error"] = failure
             flight.phase, flight.since = Phase.WAITING, now
-            if flight.emitted:
-                flight.namespace, flight.keys = self._keys_of(flight.tokens)
+            flight.keys = None if flight.emitted else flight.keys
             self._room = True
             self._waiting.appendleft(flight)
 

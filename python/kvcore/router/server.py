@@ -109,6 +109,13 @@ class Router:
         """Whether a request could be served now."""
         return self.dispatcher.ready()
 
+    def roles(self) -> dict[str, int]:
+        """Live workers by role."""
+        found = {"prefill": 0, "decode": 0, "mono": 0}
+        for worker in self.dispatcher.workers.values():
+            found[worker.role] += 1
+        return found
+
     def max_context(self) -> int | None:
         """The smallest context of the live workers, tokens."""
         limits = [w.max_context for w in self.dispatcher.workers.values() if w.max_context]

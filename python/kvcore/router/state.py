@@ -138,9 +138,9 @@ class Flight:
     """
 
     ask: Ask
-    namespace: bytes
-    keys: list[bytes]
     since: float
+    namespace: bytes = b""
+    keys: list[bytes] | None = None
     phase: Phase = Phase.WAITING
     attempt_id: bytes = b""
     attempts: int = 0

@@ -212,8 +212,9 @@ class Front:
 
     async def _health(self, request: Request) -> Response:
         ready = self._backend.ready()
-        status = "ok" if ready else "no workers are ready"
-        return JSONResponse({"status": status}, status_code=200 if ready else 503)
+        status = "ok" if ready else "workers are not ready"
+        body = {"status": status, "workers": self._backend.roles()}
+        return JSONResponse(body, status_code=200 if ready else 503)
 
     async def _show_metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")

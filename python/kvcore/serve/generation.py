@@ -36,6 +36,10 @@ class Backend(Protocol):
         """Start a request; trouble shows as a Failure of its stream."""
         ...
 
+    def roles(self) -> dict[str, int]:
+        """Live workers by role."""
+        ...
+
     def ready(self) -> bool:
         """Whether workers can serve a request now."""
         ...

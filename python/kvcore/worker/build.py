@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from kvcore import kernels, model
-from kvcore.config import WorkerLaunch
+from kvcore.config import WorkerLaunch, deployment_secret, read_key_file
 from kvcore.errors import InvalidArgument
 from kvcore.pages import Pool
-from kvcore.prefix import RadixTree
 from kvcore.stream import Endpoint
 from kvcore.worker.engine import Engine
 from kvcore.worker.handoff import DecodeEngine, PrefillEngine
@@ -33,10 +32,11 @@ def build_worker(launch: WorkerLaunch, directory: Path) -> tuple[Engine, dict[st
         raise InvalidArgument(
             f"kv_bytes is {config.kv_bytes}; allowed: at least one frame of {spec.frame_bytes}"
         )
-    memory = build_memory(spec, num_frames)
+    pool = Pool(spec, num_frames)
+    memory = PageMemory(pool, deployment_secret())
     threads = kernels.ThreadPool(config.threads, launch.cpus or None)
     plan = kernels.AttentionPlan(
-        memory.pool, loaded.config.num_q_heads, loaded.config.attention_scale, threads
+        pool, loaded.config.num_q_heads, loaded.config.attention_scale, threads
     )
     options: dict[str, Any] = {
         "token_budget": config.token_budget,
@@ -56,17 +56,12 @@ def build_worker(launch: WorkerLaunch, directory: Path) -> tuple[Engine, dict[st
         shm = f"shm:{directory}/decode-{os.getpid()}.sock"
         listen = [shm if config.transport == "shm" else "tcp:127.0.0.1:0"]
     endpoint = Endpoint(
-        memory.pool,
+        pool,
         listen,
-        key=Path(launch.key_file).read_bytes() if launch.key_file else b"",
+        key=read_key_file(launch.key_file) if launch.key_file else b"",
         checksums=config.checksums,
         pacing_bytes_per_s=config.pacing_bytes_per_s,
     )
     about["stream_addresses"] = list(endpoint.addresses)
     role = DecodeEngine if launch.role == "decode" else PrefillEngine
     return role(loaded, memory, plan, endpoint=endpoint, **options), about
-
-
-def build_memory(spec: Any, num_frames: int) -> PageMemory:
-    pool = Pool(spec, num_frames)
-    return PageMemory(pool, RadixTree(pool))

@@ -23,12 +23,12 @@ from kvcore.worker.scheduler import Row, Scheduler
 
 log = logging.getLogger(__name__)
 
-_DTYPE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in kvcore.kernels
 
 
-def error_code(error: Exception) -> str:
-    """The wire's name of an error: ``InvalidArgument`` is ``invalid_argument``."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
+def snake(name: str) -> str:
+    """The wire's name of an error class: ``InvalidArgument`` is ``invalid_argument``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 class Engine:
@@ -125,7 +125,7 @@ class Engine:
             try:
                 self._admitted(seq)
             except KvcoreError as error:
-                self._fail(seq, error_code(error), str(error), retryable=True)
+                self._fail(seq, snake(type(error).__name__), str(error), retryable=True)
         rows = [row for row in rows if row.seq.state is State.RUNNING]
         self.idle = not rows
         if rows:
@@ -181,7 +181,7 @@ class Engine:
             out = torch.empty(q.shape[0], q.shape[1] * v.shape[2], dtype=q.dtype)
             attention.run_ptr(
                 layer, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(),
-                v.stride(0), out.data_ptr(), 0, _DTYPE_NAMES[q.dtype],
+                v.stride(0), out.data_ptr(), 0, _DTYPE_CODES[q.dtype],
             )  # fmt: skip
             return out
 

@@ -15,7 +15,7 @@ from typing import Any
 from kvcore import wire
 from kvcore.errors import Corrupt, InvalidArgument
 from kvcore.stream import LayerStep
-from kvcore.worker.engine import Engine
+from kvcore.worker.engine import Engine, snake
 from kvcore.worker.request import Request, Sequence, State
 from kvcore.worker.sampling import Sampled
 from kvcore.worker.scheduler import Row
@@ -48,7 +48,7 @@ class DecodeEngine(Engine):
 
     def __init__(self, *args: Any, endpoint: Any, grant_timeout_s: float = 60.0, **kw: Any) -> None:
         super().__init__(*args, **kw)
-        self.endpoint = endpoint
+        self.endpoint, self.event_fd = endpoint, endpoint.event_fd
         self.grant_timeout_s = grant_timeout_s
 
     def poll(self) -> None:
@@ -60,7 +60,7 @@ class DecodeEngine(Engine):
             if kind == "complete":
                 self._received(seq, *rest)
             else:
-                self._fail(seq, rest[0], rest[1], retryable=True)
+                self._fail(seq, snake(rest[0]), rest[1], retryable=True)
 
     def _admitted(self, seq: Sequence) -> None:
         super()._admitted(seq)
@@ -123,7 +123,7 @@ class PrefillEngine(Engine):
 
     def __init__(self, *args: Any, endpoint: Any, **kw: Any) -> None:
         super().__init__(*args, **kw)
-        self.endpoint = endpoint
+        self.endpoint, self.event_fd = endpoint, endpoint.event_fd
         self._sending: dict[bytes, Sequence] = {}
 
     @property
@@ -157,13 +157,13 @@ class PrefillEngine(Engine):
     def poll(self) -> None:
         """Takes what the stream did: sent prompts are reported, broken ones end."""
         for kind, request_id, *rest in self.endpoint.poll():
-            if kind == "sent" and request_id in self._sending:
-                self._sent(self._sending.pop(request_id), rest[0])
-            elif kind == "failed" and request_id in self._sending:
-                seq = self._sending.pop(request_id)
-                self._tell("failed", seq, code=rest[0], message=rest[1], retryable=1)
-            elif kind == "failed" and request_id in self._live:
-                self._fail(self._live[request_id], rest[0], rest[1], retryable=True)
+            seq = self._sending.pop(request_id, None)
+            if seq is not None and kind == "sent":
+                self._sent(seq, rest[0])
+            elif seq is not None:
+                self._tell("failed", seq, code=snake(rest[0]), message=rest[1], retryable=1)
+            elif request_id in self._live:
+                self._fail(self._live[request_id], snake(rest[0]), rest[1], retryable=True)
 
     def _sent(self, seq: Sequence, stats: Any) -> None:
         handover = seq.extra
@@ -188,8 +188,7 @@ class PrefillEngine(Engine):
         handover.sender = self.endpoint.open(handover.grant, seq.pages[first:last].tolist())
         cached = seq.num_computed // seq.page_size - first
         if cached > 0:  # known here, unknown there: these go at once
-            for layer in range(self.memory.pool.spec.num_layers):
-                handover.sender.publish(layer, 0, cached, seq.page_size)
+            handover.sender.push_cached(0, cached)
 
     def _attention(self, rows: Rows[Row]) -> Any:
         senders = [(row.seq.extra.sender, index) for index, row in enumerate(rows)]

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcore.errors import KvcoreError
-from kvcore.worker.engine import Engine, error_code
+from kvcore.prefix import PrefixEvents
+from kvcore.worker.engine import Engine, snake
 from kvcore.worker.request import Output
 
 log = logging.getLogger(__name__)
@@ -20,13 +21,13 @@ _STALLED_WAIT_MS = 5  # requests wait for pages or for a deadline
 _IDLE_WAIT_MS = 1000
 
 Command = Callable[[Any], None]
-Deliver = Callable[[list[Output], list[bytes], list[bytes]], None]
+Deliver = Callable[[list[Output], PrefixEvents], None]
 
 
 class EngineLoop:
     """Runs ``engine`` in a thread of its own.
 
-    ``deliver(outputs, stored_keys, removed_keys)`` is called in that thread after each turn with
+    ``deliver(outputs, prefix_events)`` is called in that thread after each turn with
     something to tell. ``submit`` is thread-safe; ``stats`` are those after the last turn.
     """
 
@@ -71,9 +72,9 @@ class EngineLoop:
             failed = self._obey()
             outputs = failed + engine.step()
             self.stats = engine.stats()
-            stored, removed = engine.memory.drain_events()
-            if outputs or stored or removed:
-                self._deliver(outputs, stored, removed)
+            events = engine.memory.drain_events()
+            if outputs or any(events):
+                self._deliver(outputs, events)
             if engine.idle and self._commands.empty():
                 self._sleep(_STALLED_WAIT_MS if engine.has_work else _IDLE_WAIT_MS)
         engine.cancel_all()
@@ -88,7 +89,7 @@ class EngineLoop:
                 known = isinstance(error, KvcoreError)
                 if not known:
                     log.exception("a command failed")
-                code = error_code(error) if known else "internal"
+                code = snake(type(error).__name__) if known else "internal"
                 fields = {"request_id": request_id, "code": code, "message": str(error)}
                 failed.append(Output("failed", fields))
         return failed

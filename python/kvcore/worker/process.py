@@ -13,14 +13,16 @@ import logging
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvcore import wire
-from kvcore.config import WorkerLaunch
+from kvcore.config import WorkerLaunch, read_key_file
 from kvcore.errors import InternalError, InvalidArgument, KvcoreError, Unauthenticated
+from kvcore.prefix import PrefixEvents
 from kvcore.worker.loop import EngineLoop
 from kvcore.worker.request import Output, Request
 
@@ -66,10 +68,15 @@ class WorkerProcess:
         self._draining = False
         self._stop = asyncio.Event()
 
+    def stop(self) -> None:
+        """Refuses new requests, lets running ones end within a limit, then leaves."""
+        self._stop.set()
+
     async def run(self) -> int:
+        """Until ``stop`` or until no router is found; the exit code."""
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._stop.set)
+            self._loop.add_signal_handler(number, self.stop)
         self.engine_loop = EngineLoop(self._engine, self._deliver)
         try:
             return await self._serve()
@@ -81,7 +88,7 @@ class WorkerProcess:
         while self.engine_loop.alive and not self._stop.is_set():
             self._greeted = False
             try:
-                key = Path(self.launch.key_file).read_bytes() if self.launch.key_file else b""
+                key = read_key_file(self.launch.key_file) if self.launch.key_file else b""
                 await self._session(await wire.connect(self.launch.router, key, self.launch.role))
             except (KvcoreError, OSError) as error:
                 log.warning("no router at %s: %s", self.launch.router, error)
@@ -128,15 +135,16 @@ class WorkerProcess:
 
     async def _forget_requests(self) -> None:
         """Ends all requests of a router that is gone, before another one is greeted."""
-        done = asyncio.Event()
+        done = threading.Event()
 
         def command(engine: Any) -> None:
             engine.cancel_all()
             engine.drain()
-            self._loop.call_soon_threadsafe(done.set)
+            done.set()
 
         self.engine_loop.submit(command)
-        await done.wait()
+        while self.engine_loop.alive and not done.is_set():
+            await asyncio.sleep(0.002)
 
     # Router to worker.
 
@@ -181,14 +189,14 @@ class WorkerProcess:
 
     # Worker to router.
 
-    def _deliver(self, outputs: list[Output], stored: list[bytes], removed: list[bytes]) -> None:
+    def _deliver(self, outputs: list[Output], events: PrefixEvents) -> None:
         """In the engine's thread."""
 
         def put() -> None:
             for output in outputs:
                 self._put(*output)
-            if stored or removed:
-                self._put_events(stored, removed)
+            if any(events):
+                self._put_events(events)
 
         self._loop.call_soon_threadsafe(put)
 
@@ -196,25 +204,22 @@ class WorkerProcess:
         if self._outbox is not None:
             self._outbox.put_nowait((kind, fields))
 
-    def _put_events(self, stored: list[bytes], removed: list[bytes], snapshot: int = 0) -> None:
+    def _put_events(self, events: PrefixEvents) -> None:
         size = _KEYS_PER_MESSAGE
-        for at in range(0, max(len(stored), len(removed), 1), size):
+        for at in range(0, max(len(events.stored), len(events.removed), 1), size):
             self._events_sent += 1
-            self._put(
-                "prefix_events",
-                {
-                    "incarnation": self._hello["incarnation"],
-                    "seq": self._events_sent,
-                    "stored": stored[at : at + size],
-                    "removed": removed[at : at + size],
-                    "snapshot": int(snapshot and at == 0),
-                },
-            )
+            fields = {
+                "incarnation": self._hello["incarnation"],
+                "seq": self._events_sent,
+                "stored": events.stored[at : at + size],
+                "removed": events.removed[at : at + size],
+                "snapshot": int(events.lost and at == 0),
+            }
+            self._put("prefix_events", fields)
 
     def _send_snapshot(self) -> None:
         def command(engine: Any) -> None:
-            keys = engine.memory.snapshot()
-            self._loop.call_soon_threadsafe(self._put_events, keys, [], 1)
+            self._loop.call_soon_threadsafe(self._put_events, engine.memory.snapshot())
 
         self.engine_loop.submit(command)
 

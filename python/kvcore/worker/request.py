@@ -20,15 +20,13 @@ MAX_LOGPROBS = 20
 class Request:
     """One request; the fields are those of the ``generate`` message (``csrc/wire/messages.cpp``).
 
-    ``tokens`` int32 [prompt]; ``keys`` the page keys of the prompt's whole key units (without them
-    its pages are not announced); ``temperature`` 0 is greedy; ``num_logprobs`` -1 asks for none;
-    ``deadline_s`` counts from arrival, 0 = none.
+    ``tokens`` int32 [prompt]; ``namespace`` 32 bytes, or empty: uncacheable; ``temperature`` 0 is
+    greedy; ``num_logprobs`` -1 asks for none; ``deadline_s`` counts from arrival, 0 = none.
     """
 
     request_id: bytes
     tokens: npt.NDArray[np.int32]
     max_tokens: int
-    keys: Collection[bytes] = ()
     namespace: bytes = b""
     temperature: float = 0.0
     top_p: float = 1.0
@@ -40,8 +38,9 @@ class Request:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Request:
-        """From a message's fields."""
-        return cls(**{**fields, "tokens": np.asarray(fields["tokens"], dtype=np.int32)})
+        """From a message's fields; its page keys are for the router's own use."""
+        known = {name: value for name, value in fields.items() if name != "keys"}
+        return cls(**{**known, "tokens": np.asarray(fields["tokens"], dtype=np.int32)})
 
     def check(self, vocab_size: int, max_context: int) -> None:
         """Raises InvalidArgument for a request that this model cannot answer."""
@@ -54,6 +53,8 @@ class Request:
         low, high = int(self.tokens.min()), int(self.tokens.max())
         if low < 0 or high >= vocab_size:
             raise InvalidArgument(f"tokens spans {low}..{high}; allowed: 0..{vocab_size - 1}")
+        if len(self.namespace) not in (0, 32):
+            raise InvalidArgument(f"namespace has {len(self.namespace)} bytes; allowed: 0 or 32")
         for name, low_limit, high_limit in (
             ("max_tokens", 1, math.inf),
             ("temperature", 0.0, 1e9),

@@ -19,9 +19,9 @@ class DictIndex:
         self.held: dict[bytes, set[bytes]] = {}
         self.verdict = "ok"
 
-    def apply(self, worker_id, incarnation, seq, stored, removed, snapshot) -> str:  # type: ignore[no-untyped-def]
+    def apply(self, worker_id, incarnation, seq, stored, removed) -> str:  # type: ignore[no-untyped-def]
         if self.verdict == "ok":
-            held = set() if snapshot else self.held.setdefault(worker_id, set())
+            held = self.held.setdefault(worker_id, set())
             self.held[worker_id] = (held | set(stored)) - set(removed)
         return self.verdict
 
@@ -37,7 +37,7 @@ class DictIndex:
         return found
 
 
-def keys_of(tokens: Sequence[int]) -> tuple[bytes, list[bytes]]:
+def keys_of(worker: Worker | None, tokens: Sequence[int]) -> tuple[bytes, list[bytes]]:
     return b"ns", [bytes(32 - 1) + bytes([tokens[u * 64] % 251]) for u in range(len(tokens) // 64)]
 
 
@@ -342,7 +342,7 @@ def test_the_worker_with_the_prefix_is_chosen() -> None:
     other = b"Q" * 16
     for holder in (PREFILL, other):
         world = World((PREFILL, "prefill"), (other, "prefill"), (DECODE, "decode"))
-        _, keys = keys_of(range(600))
+        _, keys = keys_of(None, range(600))
         fields = {"incarnation": 1, "seq": 1, "stored": keys[:5], "removed": [], "snapshot": 0}
         world.take(world.dispatcher.message(holder, "prefix_events", fields, 0.0))
         attempt = attempt_of(world.ask("a", size=600))
@@ -353,7 +353,7 @@ def test_the_worker_with_the_prefix_is_chosen() -> None:
 def test_load_beats_a_small_match() -> None:
     other = b"Q" * 16
     world = World((PREFILL, "prefill"), (other, "prefill"), (DECODE, "decode"))
-    _, keys = keys_of(range(600))
+    _, keys = keys_of(None, range(600))
     fields = {"incarnation": 1, "seq": 1, "stored": keys[:1], "removed": [], "snapshot": 0}
     world.take(world.dispatcher.message(PREFILL, "prefix_events", fields, 0.0))
     first = attempt_of(world.ask("a", size=600))

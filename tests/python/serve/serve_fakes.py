@@ -110,6 +110,9 @@ class ScriptBackend:
     def ready(self) -> bool:
         return self.is_ready
 
+    def roles(self) -> dict[str, int]:
+        return {"mono": int(self.is_ready)}
+
     def max_context(self) -> int | None:
         return None
 

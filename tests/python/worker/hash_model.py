@@ -1,7 +1,7 @@
 """A model whose next token is a hash of all tokens in its KV pages: wrong pages give other tokens.
 
-FakePlan keeps one number per page slot (the token id, read from K) and answers each query row with a
-hash of everything the row's block table shows it; FakeModel turns the hash into logits.
+HashPlan keeps one number per page slot (the token id, read from K) and answers each query row with a
+hash of everything the row's block table shows it; HashModel turns the hash into logits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _floats(pointer: int, rows: int, stride: int) -> np.ndarray:
     return np.ctypeslib.as_array(flat).reshape(rows, stride)
 
 
-class FakePlan:
+class HashPlan:
     def __init__(self, pool: Pool) -> None:
         stats = pool.stats()
         self.page_size = pool.spec.page_size
@@ -52,7 +52,7 @@ class FakePlan:
         self.cu, self.context, self.table = cu_seqlens_q, context_lens, block_table
 
     def run_ptr(self, layer, q, q_stride, k, k_stride, v, v_stride, out, lse, dtype) -> None:
-        assert dtype == "f32" and layer == 0
+        assert dtype == 0 and layer == 0
         total = int(self.cu[-1])
         keys = _floats(k, total, k_stride)[:, 0].astype(np.int64)
         answers = _floats(out, total, 2)
@@ -64,7 +64,7 @@ class FakePlan:
             answers[low:high, 0] = hashes(self.slots[slots])[context - (high - low) :]
 
 
-class FakeModel:
+class HashModel:
     def __init__(self, max_position: int = 512) -> None:
         self.config = SimpleNamespace(
             max_position=max_position, vocab_size=VOCAB, eos_ids=(EOS,), num_q_heads=1
@@ -78,72 +78,12 @@ class FakeModel:
         return logits_of(out[logits_rows, 0].numpy())
 
 
-class DictTree:
-    """A prefix tree as a dict from whole-page prefixes to pages: the plainest thing that is right."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self.page_size = pool.spec.page_size
-        self.pages: dict[tuple[bytes, bytes], int] = {}
-        self.clock = 0
-        self.used: dict[tuple[bytes, bytes], int] = {}
-        self.events: list[tuple[str, int]] = []
-
-    def _prefixes(self, namespace: bytes, tokens: np.ndarray):
-        for end in range(self.page_size, tokens.size + 1, self.page_size):
-            yield namespace, tokens[:end].tobytes()
-
-    def match(self, namespace: bytes, tokens: np.ndarray):
-        self.clock += 1
-        pages = []
-        for key in self._prefixes(namespace, tokens[: max(0, tokens.size - 1)]):
-            if key not in self.pages:
-                break
-            self.used[key] = self.clock
-            pages.append(self.pages[key])
-        if pages:
-            self.pool.incref(pages)
-        return SimpleNamespace(pages=pages, num_tokens=len(pages) * self.page_size, node=None)
-
-    def insert(self, namespace: bytes, tokens: np.ndarray, pages: list[int]) -> int:
-        self.clock += 1
-        adopted = 0
-        for key, page in zip(self._prefixes(namespace, tokens), pages, strict=True):
-            self.used[key] = self.clock
-            if key not in self.pages:
-                self.pool.incref([page])
-                self.pages[key] = page
-                self.events.append(("stored", page))
-                adopted += 1
-        return adopted
-
-    def evict(self, num_pages: int) -> list[int]:
-        order = sorted(self.pages, key=lambda key: (self.used[key], -len(key[1])))
-        gone = []
-        for key in order:
-            page = self.pages[key]
-            if len(gone) < num_pages and self.pool.refs(page)[0] == 1:
-                gone.append(page)
-                self.pool.decref([page])
-                self.events.append(("removed", page))
-                del self.pages[key], self.used[key]
-        return gone
-
-    def clear(self) -> None:
-        self.evict(len(self.pages))
-
-    def drain_events(self) -> list[tuple[str, int]]:
-        events, self.events = self.events, []
-        return events
-
-
 @dataclass
 class Rig:
     pool: Pool
-    tree: DictTree
     memory: PageMemory
-    plan: FakePlan
-    model: FakeModel
+    plan: HashPlan
+    model: HashModel
 
 
 def rig(
@@ -151,12 +91,11 @@ def rig(
     page_size: int = 16,
     extent: int = 2,
     max_position: int = 512,
-    tree=DictTree,
+    secret: bytes | None = None,
 ) -> Rig:
     spec = PageSpec(1, 1, 32, page_size=page_size, extent_pages=extent, format="f32")
     pool = Pool(spec, num_frames, huge_pages=False)
-    made = tree(pool)
-    return Rig(pool, made, PageMemory(pool, made), FakePlan(pool), FakeModel(max_position))
+    return Rig(pool, PageMemory(pool, secret), HashPlan(pool), HashModel(max_position))
 
 
 def expected(prompt: list[int], count: int, **options) -> list[int]:
@@ -172,6 +111,7 @@ def expected(prompt: list[int], count: int, **options) -> list[int]:
 
 def request(name: int, prompt, max_tokens: int = 8, **options) -> Request:
     tokens = np.asarray(prompt, dtype=np.int32)
+    options = {"namespace": b"n" * 32} | options
     return Request(name.to_bytes(16, "big"), tokens, max_tokens, **options)
 
 

@@ -3,12 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from fakes import EOS, VOCAB, expected, name_of, request, rig, run, tokens_of
+from hash_model import EOS, VOCAB, expected, name_of, request, rig, run, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcore import _core
 from kvcore.errors import InvalidArgument, OutOfPages
 from kvcore.worker.engine import Engine
+
+
+SECRET = b"s" * 32
 
 
 def make(parts, **options) -> Engine:
@@ -22,7 +26,7 @@ def prompt_of(rng: np.random.Generator, size: int) -> list[int]:
 def assert_baseline(parts) -> None:
     """Nothing but the tree holds pages, and without it the pool is empty."""
     assert parts.memory.owned_frames == 0
-    parts.tree.clear()
+    parts.memory.tree.clear()
     stats = parts.pool.stats()
     assert (stats.held_pages, stats.io_pages) == (0, 0)
     assert stats.free_frames == stats.num_frames
@@ -113,7 +117,7 @@ def test_prefix_hit_equals_cold_and_is_counted() -> None:
 def test_other_namespace_is_no_hit() -> None:
     parts = rig()
     engine = make(parts)
-    for name, namespace in ((1, b"a"), (2, b"b")):
+    for name, namespace in ((1, b"a" * 32), (2, b"b" * 32), (3, b""), (4, b"")):  # b"": uncacheable
         engine.add(request(name, list(range(64)), 2, namespace=namespace))
         assert run(engine)[name][-1].fields["cached_tokens"] == 0
 
@@ -270,6 +274,7 @@ def test_what_can_never_be_answered_is_refused_by_name() -> None:
         ([1], {"seed": -1}, "seed"),
         ([1], {"seed": 1 << 64}, "seed"),
         ([1], {"num_logprobs": 21}, "num_logprobs"),
+        ([1], {"namespace": b"short"}, "namespace"),
     ):
         with pytest.raises(InvalidArgument, match=f"^{field} .*allowed"):
             engine.add(request(1, prompt, **options))
@@ -318,15 +323,37 @@ def test_a_failing_step_fails_its_requests_only() -> None:
     assert_baseline(parts)
 
 
+def keys_of(tokens, page_size: int) -> list[bytes]:
+    return _core.keys.KeyChain(SECRET, b"n" * 32, page_size).extend(np.array(tokens, np.int32))
+
+
+def net_events(parts) -> tuple[set[bytes], set[bytes]]:
+    stored, removed, lost = parts.memory.drain_events()
+    assert not lost and len(set(stored)) == len(stored)
+    return set(stored), set(removed)
+
+
 def test_key_events_follow_the_tree() -> None:
-    parts = rig(num_frames=8, extent=1)
+    parts = rig(num_frames=8, extent=1, secret=SECRET)
     engine = make(parts)
-    keys = tuple(bytes([i]) * 32 for i in range(2))
-    engine.add(request(1, list(range(90)) + [1] * 10, 2, keys=keys[:1]))
+    prompt = list(range(90)) + [1] * 10
+    engine.add(request(1, prompt, 2))
     run(engine)
-    assert parts.memory.drain_events() == ([keys[0]], [])
-    assert parts.memory.snapshot() == [keys[0]]
+    first = keys_of(prompt, 16)
+    assert net_events(parts) == (set(first), set())
     engine.add(request(2, [5] * 120, 2))
     run(engine)
-    assert parts.memory.drain_events() == ([], [keys[0]])
-    assert parts.memory.snapshot() == []
+    stored, removed = net_events(parts)
+    assert stored == set(keys_of([5] * 120, 16))
+    assert removed <= set(first) and len(removed) >= 5
+    snapshot = parts.memory.snapshot()
+    assert snapshot.lost and set(snapshot.stored) == set(first) - removed | stored
+
+
+def test_generated_tokens_get_keys_of_the_same_chain() -> None:
+    parts = rig(secret=SECRET)
+    engine = make(parts)
+    prompt = prompt_of(np.random.default_rng(1), 100)
+    engine.add(request(1, prompt, 60, ignore_eos=True))
+    tokens = prompt + tokens_of(run(engine)[1])
+    assert net_events(parts) == (set(keys_of(tokens[:-1], 16)), set())

@@ -1,0 +1,146 @@
+"""Worker processes of one machine: started, watched, restarted with backoff, never orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvcore.config import Config
+from kvcore.errors import KvcoreError
+
+log = logging.getLogger("kvcore.launcher")
+_FATAL_EXIT = 2  # usage, or a model that cannot be had: trying again changes nothing
+_FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.1, 5.0
+_WINDOW_S = 60.0
+
+
+class WorkerFailed(KvcoreError):
+    """A worker cannot be kept alive; ``exit_code`` is the one it ended with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessSpec:
+    """One worker process: a name for the logs and its command line."""
+
+    name: str
+    argv: tuple[str, ...]
+
+
+def worker_specs(
+    config: Config, model: str, address: str, key_file: Path, runtime_dir: Path
+) -> list[ProcessSpec]:
+    """The command lines of the fleet that ``config`` asks for."""
+    fleet, worker = config.fleet, config.worker
+    roles = [role for role in ("prefill", "decode", "mono") for _ in range(getattr(fleet, role))]
+    cpus = assign_cpus(len(roles), worker.threads) if fleet.pin else [()] * len(roles)
+    specs = []
+    for index, (role, own) in enumerate(zip(roles, cpus, strict=True)):
+        argv = [sys.executable, "-m", "kvcore.cli", "worker", role]
+        argv += ["--router", address, "--key-file", str(key_file), "--model", model]
+        argv += ["--runtime-dir", str(runtime_dir), "--parent-pid", str(os.getpid())]
+        if own:
+            argv += ["--cpus", ",".join(map(str, own))]
+        for field in dataclasses.fields(worker):
+            argv += ["--" + field.name.replace("_", "-"), str(getattr(worker, field.name))]
+        specs.append(ProcessSpec(f"{role}-{index}", tuple(argv)))
+    return specs
+
+
+def assign_cpus(num_workers: int, threads: int) -> list[tuple[int, ...]]:
+    """CPUs of each worker: its own ``threads`` ones, or none pinned when there are too few."""
+    free = sorted(os.sched_getaffinity(0))
+    if num_workers * threads > len(free):
+        log.warning(
+            "%d workers with %d threads share %d CPUs: not pinned", num_workers, threads, len(free)
+        )
+        return [()] * num_workers
+    return [tuple(free[i * threads : (i + 1) * threads]) for i in range(num_workers)]
+
+
+class Launcher:
+    """Keeps the processes of ``specs`` alive.
+
+    ``failed`` resolves with WorkerFailed when one ends with a fatal code, or more than
+    ``max_restarts`` times a minute.
+    """
+
+    def __init__(self, specs: Sequence[ProcessSpec], max_restarts: int) -> None:
+        self._specs = list(specs)
+        self._max_restarts = max_restarts
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self.restarts = 0
+        self.failed: asyncio.Future[WorkerFailed] = asyncio.get_running_loop().create_future()
+
+    def start(self) -> None:
+        """Start all processes."""
+        self._keepers = [asyncio.create_task(self._keep(spec)) for spec in self._specs]
+
+    def pids(self) -> dict[str, int]:
+        """Process id by name, of those that run."""
+        return {n: p.pid for n, p in self._processes.items() if p.returncode is None}
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """SIGTERM to each, SIGKILL after ``grace_s``; returns when all are gone."""
+        self._stopping = True
+        for process in self._processes.values():
+            _signal(process, signal.SIGTERM)
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=grace_s)
+        for process in self._processes.values():
+            _signal(process, signal.SIGKILL)
+        for keeper in self._keepers:
+            if not keeper.done() and not self._processes:
+                keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+
+    async def _keep(self, spec: ProcessSpec) -> None:
+        ends: list[float] = []
+        while not self._stopping:
+            process = await asyncio.create_subprocess_exec(
+                *spec.argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+            self._processes[spec.name] = process
+            log.info("%s started (pid %d)", spec.name, process.pid)
+            code = await process.wait()
+            if self._stopping:
+                return
+            now = time.monotonic()
+            ends = [at for at in ends if now - at < _WINDOW_S] + [now]
+            if code == _FATAL_EXIT or len(ends) > self._max_restarts:
+                times = f", {len(ends)} times within a minute" if len(ends) > 1 else ""
+                message = f"worker {spec.name} {_ended(code)}{times}: see the log above"
+                if not self.failed.done():
+                    self.failed.set_result(WorkerFailed(message, code))
+                return
+            delay = min(_FIRST_BACKOFF_S * 2 ** (len(ends) - 1), _LAST_BACKOFF_S)
+            log.warning("%s %s; starting it again in %.1f s", spec.name, _ended(code), delay)
+            self.restarts += 1
+            await asyncio.sleep(delay)
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """To the whole session of a process that still runs."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
