@@ -69,6 +69,7 @@ class Peer:
         if reuse:
             pages = self.owned.pop(request)
             self.pool.decref(pages)
+            assert set(self.pool.alloc(len(pages))) == set(pages)  # the warmest frames come first
             stamp_pages(self.pool, pages, reuse)
         return {"done": done, "io_pages": self.pool.stats().io_pages}
 
