@@ -3,8 +3,8 @@
 A prompt in SmolLM2's geometry is prefilled in chunks: per layer the real append, publish and
 attend, then a pause for the rest of the layer. A second process receives the pages over shm or tcp,
 the link paced at 2x, 1x and 0.5x the mean rate at which the prefill produces KV (measured before,
-not paced). Two lines each: the fraction that had arrived when the last attention ended, and the time
-from the end of prefill until the sequence was complete, in layer times.
+not paced). Two lines each: the fraction that had arrived when the last attention ended, and the
+time from the end of prefill until the sequence was complete, in layer times.
 """
 
 from __future__ import annotations

@@ -223,8 +223,8 @@ class Endpoint(_core.stream.Endpoint):
             ("failed", request_id, code, message)                  # of either side
 
         ``code`` is the name of a class in ``kvcore.errors``. Each side gets exactly one event for a
-        hand-over, but none after ``release``. Once it is there the hand-over holds no refs (a failed
-        sender: as soon as its writes under way have ended).
+        hand-over, but none after ``release``. Once it is there the hand-over holds no refs (a
+        failed sender: as soon as its writes under way have ended).
         """
         events: list[tuple[Any, ...]] = []
         for kind, request_id, what, message, stats in self._poll():
