@@ -5,11 +5,11 @@
 
 namespace kvcore::kernels {
 
-#define KVCORE_DECLARE_LEVEL(level)           \
-  namespace level {                           \
-  void attend_unit_entry(const AttendUnit&);  \
-  void fold_unit_entry(const AttendUnit&);    \
-  void merge_rows_entry(const MergeRows&);    \
+#define KVCORE_DECLARE_LEVEL(level)          \
+  namespace level {                          \
+  void attend_unit_entry(const AttendUnit&); \
+  void fold_unit_entry(const AttendUnit&);   \
+  void merge_rows_entry(const MergeRows&);   \
   }
 
 KVCORE_DECLARE_LEVEL(scalar)
