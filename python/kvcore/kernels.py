@@ -30,7 +30,10 @@ __all__ = [
     "merge_states",
     "merge_states_ptr",
     "pack_slice",
+    "rms_norm_ptr",
+    "rope_ptr",
     "set_isa",
+    "silu_mul_ptr",
     "unpack_slice",
 ]
 
@@ -39,6 +42,9 @@ DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 append_kv_ptr = _core.kernels.append_kv_ptr
 merge_states_ptr = _core.kernels.merge_states_ptr
+rms_norm_ptr = _core.kernels.rms_norm_ptr
+rope_ptr = _core.kernels.rope_ptr
+silu_mul_ptr = _core.kernels.silu_mul_ptr
 
 
 class ThreadPool(_core.kernels.ThreadPool):

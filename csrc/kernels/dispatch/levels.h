@@ -2,14 +2,18 @@
 #pragma once
 
 #include "kernels/attention/unit.h"
+#include "kernels/elementwise/rows.h"
 
 namespace kvcore::kernels {
 
-#define KVCORE_DECLARE_LEVEL(level)          \
-  namespace level {                          \
-  void attend_unit_entry(const AttendUnit&); \
-  void fold_unit_entry(const AttendUnit&);   \
-  void merge_rows_entry(const MergeRows&);   \
+#define KVCORE_DECLARE_LEVEL(level)               \
+  namespace level {                               \
+  void attend_unit_entry(const AttendUnit&);      \
+  void fold_unit_entry(const AttendUnit&);        \
+  void merge_rows_entry(const MergeRows&);        \
+  void norm_rows_entry(const NormRows&);          \
+  void rope_rows_entry(const RopeRows&);          \
+  void silu_mul_rows_entry(const SiluMulRows&);   \
   }
 
 KVCORE_DECLARE_LEVEL(scalar)

@@ -15,8 +15,11 @@ struct Level {
   bool available;
 };
 
-#define KVCORE_LEVEL(level) \
-  { #level, level::attend_unit_entry, level::fold_unit_entry, level::merge_rows_entry }
+#define KVCORE_LEVEL(level)                                                                 \
+  {                                                                                         \
+    #level, level::attend_unit_entry, level::fold_unit_entry, level::merge_rows_entry,      \
+        level::norm_rows_entry, level::rope_rows_entry, level::silu_mul_rows_entry          \
+  }
 
 const std::vector<Level>& levels() {
   static const std::vector<Level> all = {

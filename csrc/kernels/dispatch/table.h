@@ -9,6 +9,7 @@
 
 #include "base/result.h"
 #include "kernels/attention/unit.h"
+#include "kernels/elementwise/rows.h"
 
 namespace kvcore::kernels {
 
@@ -17,6 +18,9 @@ struct KernelTable {
   void (*attend_unit)(const AttendUnit&);
   void (*fold_unit)(const AttendUnit&);
   void (*merge_rows)(const MergeRows&);
+  void (*norm_rows)(const NormRows&);
+  void (*rope_rows)(const RopeRows&);
+  void (*silu_mul_rows)(const SiluMulRows&);
 };
 
 // The table in use; fails if KVCORE_ISA names a level that is unknown or not available here.

@@ -104,3 +104,29 @@ def unpack_slice_ptr(
     dtype: int,
 ) -> None: ...
 def copy_pages(view_address: int, from_pages: list[int], to_pages: list[int]) -> None: ...
+
+def rms_norm_ptr(
+    x: int,
+    x_stride: int,
+    delta: int,
+    weight: int,
+    out: int,
+    rows: int,
+    dim: int,
+    eps: float,
+    dtype: int,
+) -> None: ...
+def rope_ptr(
+    x: int,
+    x_stride: int,
+    rotation: int,
+    q_weight: int,
+    k_weight: int,
+    rows: int,
+    q_heads: int,
+    k_heads: int,
+    dim: int,
+    eps: float,
+    dtype: int,
+) -> None: ...
+def silu_mul_ptr(gate_up: int, out: int, rows: int, dim: int, dtype: int) -> None: ...

@@ -8,6 +8,7 @@ a prefix hit agree exactly.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,13 @@ from torch.nn import functional
 
 from kvcore.errors import InvalidArgument, Unsupported
 from kvcore.model.config import ModelConfig, model_config
-from kvcore.model.elementwise import rms_norm, rope_heads, silu_mul
+from kvcore.model.elementwise import Elementwise
+from kvcore.model.hugepages import collapse_resident_memory
 from kvcore.model.rope import RopeTable, rope_config
 from kvcore.model.weights import Linear, WeightFiles
 
+log = logging.getLogger(__name__)
+HUGE_PAGES_FROM_BYTES = 64 << 20
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -67,7 +71,7 @@ class FlatDecoder:
             max_context=max_context,
         )
         self.dtype = dtype
-        self._eps = float(hf_config.rms_norm_eps)
+        self._ops = Elementwise(dtype, float(hf_config.rms_norm_eps))
         self._rope = RopeTable(rope, head_dim, self.config.max_position)
         with WeightFiles(path) as files, torch.inference_mode():
             vocab = (self.config.vocab_size, hidden)
@@ -81,6 +85,7 @@ class FlatDecoder:
                 self._read_layer(files, f"model.layers.{i}.", inner)
                 for i in range(self.config.num_layers)
             ]
+        self.huge_page_bytes = self._use_huge_pages()
 
     @property
     def row_invariant(self) -> bool:
@@ -115,26 +120,34 @@ class FlatDecoder:
         """
         if tokens.numel() == 0:
             raise InvalidArgument("tokens: empty (at least one row)")
-        c, eps, last = self.config, self._eps, self.config.num_layers - 1
+        c, ops, last = self.config, self._ops, self.config.num_layers - 1
         parts = [c.num_q_heads, c.num_kv_heads, c.num_kv_heads]
         rotation = self._rope.rows(positions)
         x = functional.embedding(tokens, self._embedding)
+        h = ops.rms_norm(x, self._layers[0].input_norm)
         for index, layer in enumerate(self._layers):
-            h = rms_norm(x, layer.input_norm, eps)
             heads = layer.qkv(h).view(-1, sum(parts), c.head_dim)
-            q, k, v = torch.split(heads, parts, 1)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
-            q, k = rope_heads(q, rotation), rope_heads(k, rotation)
-            attended = attend(index, q, k, v)
+            ops.rope(heads, rotation, parts[0], parts[1], layer.q_norm, layer.k_norm)
+            attended = attend(index, *torch.split(heads, parts, 1))
             if index == last:  # nothing below mixes rows: only those wanted go on
                 if logits_rows.numel() == 0:
                     return torch.empty(0, c.vocab_size)
                 x, attended = x.index_select(0, logits_rows), attended.index_select(0, logits_rows)
-            x = x + layer.out(attended)
-            h = rms_norm(x, layer.post_norm, eps)
-            x = x + layer.down(silu_mul(layer.gate_up(h)))
-        return self._head(rms_norm(x, self._norm, eps)).float()
+            h = ops.rms_norm(x, layer.post_norm, layer.out(attended))
+            following = self._norm if index == last else self._layers[index + 1].input_norm
+            h = ops.rms_norm(x, following, layer.down(ops.silu_mul(layer.gate_up(h))))
+        return self._head(h).float()
+
+    def _use_huge_pages(self) -> int:
+        """Bytes of this process in huge pages; small models fit the translation cache anyway."""
+        layer = self._layers[0]
+        shapes = [layer.qkv, layer.out, layer.gate_up, layer.down]
+        held = sum(x.in_features * x.out_features for x in shapes) * len(self._layers)
+        if held * self.dtype.itemsize < HUGE_PAGES_FROM_BYTES:
+            return 0
+        huge, looked_at = collapse_resident_memory()
+        log.info("packed weights: %d of %d MiB in huge pages", huge >> 20, looked_at >> 20)
+        return huge
 
     def _read_layer(self, files: WeightFiles, prefix: str, inner: int) -> _Layer:
         c, dtype = self.config, self.dtype

@@ -209,9 +209,7 @@ class Deployment:
     async def wait_ready(self, count: int) -> None:
         """Until ``count`` workers have joined. Raises WorkerFailed."""
         while sum(self.router.roles().values()) < count:
-            changed = asyncio.create_task(self.router.wait_changed(0.2))
-            await asyncio.wait({changed, self.launcher.failed}, return_when="FIRST_COMPLETED")
-            changed.cancel()
+            await self.router.wait_changed(0.2)
             self.check()
 
     def check(self) -> None:

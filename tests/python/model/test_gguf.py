@@ -12,23 +12,26 @@ from kvcore.errors import Unsupported
 from kvcore.model import gguf, load, load_tokenizer, resolve
 from kvcore.model.rope import RopeConfig, inverse_frequencies
 from safetensors.torch import load_file
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 
-def theirs(path, dtype):
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        str(path.parent),
-        gguf_file=path.name,
-        dtype=dtype,
-        quantization_config=transformers.GgufConfig(dequantize=True),
-        attn_implementation="eager",
-    )
+def theirs(path):
+    """transformers' model with its own configuration and weights of the file, as float32."""
+    config = transformers.AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    config.head_dim = gguf_files.HEAD_DIM  # its reader does not take the field from the file
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+    unset = set(model.state_dict()) - set(read["tensors"])
+    assert unset <= {"lm_head.weight"} and config.tie_word_embeddings == bool(unset)
+    model.load_state_dict(read["tensors"], strict=False)
+    return model
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_weights_equal_transformers_own_reading(architecture, tmp_path):
     path = gguf_files.write_llama(tmp_path / "small.gguf", architecture)
     ours = load_file(resolve(path, tmp_path / "cache").path / "model.safetensors")
-    reference = theirs(path, torch.bfloat16).state_dict()
+    reference = theirs(path).to(torch.bfloat16).state_dict()
     if "lm_head.weight" not in ours:
         reference.pop("lm_head.weight")
     assert set(ours) == set(reference)
@@ -42,7 +45,9 @@ def test_a_converted_file_computes_what_transformers_computes(architecture, tmp_
     model = load(path, "float32", cache_dir=tmp_path / "cache")
     assert model.implementation == "flat" and model.config.eos_ids == (1,)
     tokens = tiny.random_tokens(100, seed=0)
-    reference = theirs(path, torch.bfloat16).float()
+    reference = theirs(path)
+    for parameter in reference.parameters():  # not .to(): that would round the frequencies too
+        parameter.data = parameter.data.bfloat16().float()
     with torch.inference_mode():
         expected = reference(input_ids=torch.tensor([tokens])).logits[0]
     assert (tiny.Runner(model).whole(tokens) - expected).abs().max() <= 1e-4

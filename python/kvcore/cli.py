@@ -1,0 +1,248 @@
+"""The ``kvcore`` command: serve, worker, run, demo, info.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or a model that cannot be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import difflib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from kvcore import __version__, config
+from kvcore.errors import InvalidArgument, KvcoreError, Unsupported
+
+log = logging.getLogger("kvcore")
+_PR_SET_PDEATHSIG = 1
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = vars(_parser().parse_args(argv))
+    command = options.pop("command")
+    try:
+        _log_to_stderr(options.get("role", command))
+        return int(_COMMANDS[command](options))
+    except (KvcoreError, ImportError) as error:
+        print(f"kvcore {command}: {_explain(error)}", file=sys.stderr)
+        return _exit_code(error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def main_prefill() -> int:
+    """``kvcore-prefill``: the same as ``kvcore worker prefill``."""
+    return main(["worker", "prefill", *sys.argv[1:]])
+
+
+def main_decode() -> int:
+    """``kvcore-decode``: the same as ``kvcore worker decode``."""
+    return main(["worker", "decode", *sys.argv[1:]])
+
+
+def _exit_code(error: Exception) -> int:
+    from kvcore.model.hub import ModelUnavailable
+
+    return 2 if isinstance(error, (InvalidArgument, Unsupported, ModelUnavailable)) else 1
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and "kvcore" not in error.name:
+        return f"{error.name} is not installed; pip install 'kvcore[serve]' brings it"
+    return str(error)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest flag when one is unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        kind, _, word = message.partition(": ")
+        if kind == "unrecognized arguments" and word.startswith("--"):
+            known = {flag for part in self._all() for flag in part._option_string_actions}
+            near = difflib.get_close_matches(word.split()[0].split("=")[0], known, n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        super().error(message)
+
+    def _all(self) -> list[argparse.ArgumentParser]:
+        subs = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        return [self, *(parser for action in subs for parser in action.choices.values())]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kvcore", description="LLM inference with a shared KV cache.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"kvcore {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+
+    serve = command("serve", "Serve a model over an OpenAI-compatible HTTP API.")
+    serve.add_argument("model", nargs="?", help="directory, GGUF file or name", metavar="MODEL")
+    _add_config(serve, "http", "router", "fleet", "worker")
+    _add_parent(serve)
+
+    worker = command("worker", "Run one worker process of a router.")
+    worker.add_argument("role", choices=("prefill", "decode", "mono"))
+    worker.add_argument("--router", required=True, metavar="ADDRESS", help="unix:PATH or tcp:H:P")
+    worker.add_argument("--key-file", default="", metavar="FILE", help="pre-shared key, mode 0600")
+    worker.add_argument("--model", metavar="MODEL", help="directory, GGUF file or name")
+    worker.add_argument("--cpus", default="", metavar="LIST", help="CPUs to pin to, e.g. 0,2")
+    worker.add_argument("--runtime-dir", default="", metavar="DIR", help="where sockets go")
+    _add_config(worker, "worker")
+    _add_parent(worker)
+
+    run = command("run", "Generate once in this process, without workers or HTTP.")
+    run.add_argument("model", help="directory, GGUF file or name", metavar="MODEL")
+    run.add_argument("prompt", help="what to answer", metavar="PROMPT")
+    run.add_argument("--raw", action="store_true", help="continue the prompt, no chat template")
+    run.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    run.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    run.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    run.add_argument("--seed", type=int, default=0, metavar="N")
+    _add_config(run, "worker")
+
+    demo = command("demo", "Serve a small model on two workers and show what happened.")
+    demo.add_argument("--model", metavar="MODEL", help="directory, GGUF file or name")
+    demo.add_argument("--json", metavar="FILE", help="write one JSON object per request")
+    demo.add_argument("--transport", choices=("shm", "tcp"), default="shm")
+    demo.add_argument("--max-tokens", type=int, default=48, metavar="N", help="per answer")
+
+    info = command("info", "Show what this build and machine can do.")
+    info.add_argument("--json", action="store_true", help="as one JSON object")
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser, *sections: str) -> None:
+    parser.add_argument("--config", metavar="FILE", help="TOML file (also KVCORE_CONFIG)")
+    for section in sections:
+        config.add_arguments(parser, getattr(config, f"{section.title()}Config"), section)
+
+
+def _add_parent(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parent-pid", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def _log_to_stderr(name: str) -> None:
+    wanted = os.environ.get("KVCORE_LOG", "").lower()
+    if wanted and wanted not in _LEVELS:
+        raise InvalidArgument(f"KVCORE_LOG = {wanted!r}: allowed are {', '.join(_LEVELS)}")
+    default = "warning" if name in ("run", "demo", "info") else "info"
+    logging.basicConfig(
+        level=(wanted or default).upper(),
+        format=f"%(asctime)s {name} %(levelname).1s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel end this process when its parent ends, however that happens."""
+    if not parent_pid:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        log.warning("prctl(PR_SET_PDEATHSIG): %s", os.strerror(ctypes.get_errno()))
+    if os.getppid() != parent_pid:  # it ended before we asked
+        os._exit(1)
+
+
+def _serve(options: dict[str, Any]) -> int:
+    from kvcore.serve import main as serve
+
+    die_with_parent(options["parent_pid"])
+    return serve.run(config.load(options, options["config"]))
+
+
+def _worker(options: dict[str, Any]) -> int:
+    die_with_parent(options["parent_pid"])
+    settings = config.load(options, options["config"])
+    if options["key_file"]:
+        config.read_key_file(options["key_file"])
+    launch = config.WorkerLaunch(
+        role=options["role"],
+        router=options["router"],
+        key_file=options["key_file"],
+        model=options["model"] or settings.model,
+        cpus=_cpus(options["cpus"]),
+        runtime_dir=options["runtime_dir"],
+        worker=settings.worker,
+    )
+    from kvcore.worker.process import run_worker
+
+    return run_worker(launch)
+
+
+def _cpus(text: str) -> tuple[int, ...]:
+    allowed = os.sched_getaffinity(0)
+    try:
+        cpus = tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise InvalidArgument(f"--cpus {text}: expected numbers with commas, e.g. 0,2") from None
+    if not set(cpus) <= allowed:
+        raise InvalidArgument(f"--cpus {text}: this process may use {sorted(allowed)}")
+    return cpus
+
+
+def _run(options: dict[str, Any]) -> int:
+    settings = config.load({**options, "model": options["model"]}, options["config"])
+    request = {"request_id": os.urandom(16), "keys": [], "namespace": b"", "deadline_s": 0.0}
+    request |= {name: options[name] for name in ("max_tokens", "temperature", "top_p", "seed")}
+    request |= {"ignore_eos": 0, "num_logprobs": -1}
+    return _generate(settings, request, options["prompt"], options["raw"])
+
+
+def _generate(settings: config.Config, request: dict[str, Any], prompt: str, raw: bool) -> int:
+    """Answer one prompt with a mono engine, writing text as it comes."""
+    from pathlib import Path
+
+    from kvcore.model import hub
+    from kvcore.serve.codec import ModelCodec
+    from kvcore.serve.text import Detokenizer
+    from kvcore.worker.build import build_worker
+    from kvcore.worker.request import Request
+
+    codec = ModelCodec(hub.resolve(settings.model).path)
+    request["tokens"] = (
+        codec.encode(prompt) if raw else codec.encode_chat([{"role": "user", "content": prompt}])
+    )
+    request["stop_token_ids"] = list(codec.eos_ids)
+    launch = config.WorkerLaunch("mono", "", "", settings.model, worker=settings.worker)
+    engine, _ = build_worker(launch, Path())
+    engine.add(Request.of(request))
+    text = Detokenizer(codec)
+    while engine.has_work:
+        for kind, fields in engine.step():
+            if kind == "failed":
+                raise KvcoreError(fields["message"])
+            pieces = [text.push(token) for token in fields.get("token_ids", ())]
+            sys.stdout.write("".join(pieces))
+            sys.stdout.flush()
+    sys.stdout.write(text.flush() + "\n")
+    return 0
+
+
+def _demo(options: dict[str, Any]) -> int:
+    from kvcore.serve import demo
+
+    model = options["model"] or config.load({}, None).model
+    return demo.run(model, options["transport"], options["max_tokens"], options["json"])
+
+
+def _info(options: dict[str, Any]) -> int:
+    from kvcore import info
+
+    return info.show(as_json=options["json"])
+
+
+_COMMANDS = {"serve": _serve, "worker": _worker, "run": _run, "demo": _demo, "info": _info}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""``kvcore serve``: router, HTTP front and workers until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from kvcore.config import Config
+from kvcore.errors import InvalidArgument
+from kvcore.model import hub
+from kvcore.serve.codec import ModelCodec
+from kvcore.serve.deployment import Deployment, bind_http, read_api_key
+from kvcore.serve.launcher import WorkerFailed
+
+log = logging.getLogger("kvcore.serve")
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code.
+
+    Raises InvalidArgument, IoError, Unsupported or ModelUnavailable before anything is started.
+    """
+    read_api_key(config)
+    bind_http(config.http.host, config.http.port).close()
+    _check_memory(config)
+    with progress(f"model {config.model}"):
+        files = hub.resolve(config.model)
+        codec = ModelCodec(files.path)
+    names = [config.http.served_name or files.model_id, config.model, files.model_id]
+    try:
+        return asyncio.run(_serve(config, codec, names))
+    except WorkerFailed as error:
+        log.error("%s", error)
+        return 2 if error.exit_code == 2 else 1
+
+
+async def _serve(config: Config, codec: ModelCodec, names: list[str]) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    fleet = config.fleet
+    count = fleet.prefill + fleet.decode + fleet.mono
+    stopped = asyncio.create_task(stop.wait())
+    async with Deployment(config, codec, names, config.model) as deployment:
+        _say(f"kvcore: listening on {deployment.url}")
+        key_file, address = deployment.key_file, deployment.router.address
+        log.info("workers may join with --router %s --key-file %s", address, key_file)
+        ready = asyncio.create_task(deployment.wait_ready(count))
+        with progress(f"{count} workers starting"):
+            await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            ready.result()
+            _say(f"kvcore: {names[0]} is ready, {count} workers")
+        else:
+            ready.cancel()
+        deployment.launcher.failed.add_done_callback(lambda _: stop.set())
+        await stopped
+        deployment.check()
+        log.info("stopping")
+    return 0
+
+
+def _check_memory(config: Config) -> None:
+    fleet = config.fleet
+    wanted = config.worker.kv_bytes * (fleet.prefill + fleet.decode + fleet.mono)
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    if wanted > free:
+        raise InvalidArgument(
+            f"worker.kv_bytes = {config.worker.kv_bytes}: all workers together want {wanted} "
+            f"bytes of KV pages, but {free} bytes of memory are available"
+        )
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Show that something takes its time: a spinner on a terminal, else a line in the log."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(text):
+            yield
+    else:
+        log.info("%s ...", text)
+        yield
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
