@@ -284,8 +284,8 @@ void Core::on_down(const transport::Down& down, std::int64_t now_ns) {
 void Core::handle(transport::Event& event, std::int64_t now_ns) {
   if (const auto* up = std::get_if<transport::Up>(&event)) return on_up(*up);
   if (const auto* c = std::get_if<transport::Completion>(&event)) return on_completion(*c, now_ns);
-  if (const auto* a = std::get_if<transport::Arrival>(&event)) return on_arrival(*a);
-  if (const auto* m = std::get_if<transport::Message>(&event)) return on_message(*m);
+  if (const auto* a = std::get_if<transport::Arrival>(&event)) return on_arrival(*a, now_ns);
+  if (const auto* m = std::get_if<transport::Message>(&event)) return on_message(*m, now_ns);
   if (const auto* d = std::get_if<transport::Down>(&event)) return on_down(*d, now_ns);
 }
 
@@ -312,7 +312,7 @@ void Core::flip_if_asked(const Incoming& in, const SliceRun& run) {
   slice[kSliceHeaderBytes + 1] ^= std::byte{0x40};  // an exponent bit of the first K element
 }
 
-void Core::on_arrival(const transport::Arrival& arrival) {
+void Core::on_arrival(const transport::Arrival& arrival, std::int64_t now_ns) {
   const auto grant = by_grant_.find(arrival.grant.id);
   if (grant == by_grant_.end()) {
     ++stats_.dropped;  // of a hand-over that is over
@@ -325,11 +325,11 @@ void Core::on_arrival(const transport::Arrival& arrival) {
   flip_if_asked(in, run);
   if (status) status = check_run(in, run, in.scheme);
   in.machine.on_arrival(arrival.link, run, static_cast<std::int64_t>(arrival.bytes), arrival.at_ns,
-                        status);
+                        status, now_ns);
   settle_receiver(id);
 }
 
-void Core::on_message(const transport::Message& message) {
+void Core::on_message(const transport::Message& message, std::int64_t now_ns) {
   auto parsed = StreamMessage::decode(message.bytes);
   if (!parsed) {
     ++stats_.dropped;
@@ -363,7 +363,7 @@ void Core::on_message(const transport::Message& message) {
     in.scheme = scheme_of(message.link);
     in.machine.on_open(message.link, m, in.scheme);
   } else {
-    in.machine.on_message(message.link, std::move(m), message.at_ns);
+    in.machine.on_message(message.link, std::move(m), now_ns);
   }
   settle_receiver(id);
 }
@@ -379,7 +379,9 @@ void Core::on_completion(const transport::Completion& c, std::int64_t now_ns) {
 bool Core::step(std::int64_t now_ns, std::size_t max_events) {
   std::vector<transport::Event> events;
   transport_->poll(&events, max_events);
-  for (transport::Event& event : events) handle(event, now_ns);
+  // Checking many slices takes a while, so each event gets its own time on the caller's clock.
+  const std::int64_t offset = now_ns - transport::now_ns();
+  for (transport::Event& event : events) handle(event, transport::now_ns() + offset);
   on_time(now_ns);
   const bool more_writes = pump();
   return more_writes || events.size() == max_events;

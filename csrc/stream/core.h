@@ -125,8 +125,8 @@ class Core {
   void handle(transport::Event& event, std::int64_t now_ns);
   void on_up(const transport::Up& up);
   void on_down(const transport::Down& down, std::int64_t now_ns);
-  void on_arrival(const transport::Arrival& arrival);
-  void on_message(const transport::Message& message);
+  void on_arrival(const transport::Arrival& arrival, std::int64_t now_ns);
+  void on_message(const transport::Message& message, std::int64_t now_ns);
   void on_completion(const transport::Completion& completion, std::int64_t now_ns);
   Status check_run(const Incoming& in, const SliceRun& run, const std::string& scheme) const;
   void flip_if_asked(const Incoming& in, const SliceRun& run);

@@ -37,20 +37,20 @@ void Receiver::on_open(transport::LinkId link, const StreamMessage& open, std::s
 }
 
 void Receiver::on_arrival(transport::LinkId link, const SliceRun& run, std::int64_t bytes,
-                          std::int64_t at_ns, const Status& status) {
+                          std::int64_t at_ns, const Status& status, std::int64_t now_ns) {
   if (state_ != State::kStreaming || !bound_to(link)) {
     ++stats_.dropped;
     return;
   }
-  if (!status) return fail(status.error(), at_ns);
+  if (!status) return fail(status.error(), now_ns);
   if (!shape_.contains(run) || bytes != run.count * shape_.slice_bytes) {
     return fail({ErrorCode::kCorrupt, text("stream ", to_hex(id_), ": ", bytes, " bytes for layer ",
                                            run.layer, ", slots ", run.first, " + ", run.count,
                                            " do not fit the grant")},
-                at_ns);
+                now_ns);
   }
   count(run, at_ns);
-  complete_if_whole(at_ns);
+  complete_if_whole(now_ns);
 }
 
 void Receiver::count(const SliceRun& run, std::int64_t at_ns) {
@@ -75,7 +75,7 @@ void Receiver::count(const SliceRun& run, std::int64_t at_ns) {
   stats_.last_ns = std::max(stats_.last_ns, at_ns);
 }
 
-void Receiver::on_message(transport::LinkId link, StreamMessage message, std::int64_t at_ns) {
+void Receiver::on_message(transport::LinkId link, StreamMessage message, std::int64_t now_ns) {
   if (state_ != State::kStreaming || !bound_to(link)) {
     ++stats_.dropped;
     return;
@@ -88,18 +88,18 @@ void Receiver::on_message(transport::LinkId link, StreamMessage message, std::in
     case MessageKind::kCommit:
       if (commit_) ++stats_.dropped;
       else commit_ = std::move(message);
-      return complete_if_whole(at_ns);
+      return complete_if_whole(now_ns);
     case MessageKind::kSenderAbort:
-      return fail({message.code, std::move(message.reason)}, at_ns);
+      return fail({message.code, std::move(message.reason)}, now_ns);
     default:
       ++stats_.dropped;
   }
 }
 
-void Receiver::on_down(transport::LinkId link, const Error& error, std::int64_t at_ns) {
+void Receiver::on_down(transport::LinkId link, const Error& error, std::int64_t now_ns) {
   if (!active() || !bound_to(link)) return;
   link_.reset();  // nobody is left to be told
-  fail(error, at_ns);
+  fail(error, now_ns);
 }
 
 void Receiver::on_time(std::int64_t now_ns) {

@@ -70,11 +70,11 @@ class Receiver {
            std::int64_t deadline_ns);
 
   void on_open(transport::LinkId link, const StreamMessage& open, std::string transport);
-  // status: of the transport and of the slice check of the run's bytes.
+  // at_ns: when the bytes were in place. status: of the transport and of the slice check.
   void on_arrival(transport::LinkId link, const SliceRun& run, std::int64_t bytes,
-                  std::int64_t at_ns, const Status& status);
-  void on_message(transport::LinkId link, StreamMessage message, std::int64_t at_ns);
-  void on_down(transport::LinkId link, const Error& error, std::int64_t at_ns);
+                  std::int64_t at_ns, const Status& status, std::int64_t now_ns);
+  void on_message(transport::LinkId link, StreamMessage message, std::int64_t now_ns);
+  void on_down(transport::LinkId link, const Error& error, std::int64_t now_ns);
   void on_time(std::int64_t now_ns);
   void release(std::int64_t now_ns);
 

@@ -1,12 +1,13 @@
 #include "transport/grants.h"
 
 #include <fcntl.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <thread>
 
+#include "base/random.h"
 #include "base/text.h"
 
 namespace kvcore::transport {
@@ -27,8 +28,14 @@ Result<RegionId> GrantTable::add_region(std::byte* base, std::uint64_t bytes, in
     if (size < 0 || static_cast<std::uint64_t>(size) < bytes)
       return invalid_argument(
           text("region bytes=", bytes, " exceeds its memfd, which has ", size, " bytes"));
-    fd = ::fcntl(memfd, F_DUPFD_CLOEXEC, 0);
-    if (fd < 0) return Error{ErrorCode::kIo, text("fcntl(F_DUPFD_CLOEXEC): errno ", errno)};
+    const int seals = ::fcntl(memfd, F_GET_SEALS);
+    if (seals < 0 ||
+        ((seals & F_SEAL_SHRINK) == 0 && ::fcntl(memfd, F_ADD_SEALS, F_SEAL_SHRINK) != 0))
+      return invalid_argument(
+          text("memfd=", memfd, " must be a memfd that is, or can be, sealed against shrinking"));
+    // Peers get a descriptor that cannot be mapped writable.
+    fd = ::open(text("/proc/self/fd/", memfd).c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return Error{ErrorCode::kIo, text("open(/proc/self/fd): errno ", errno)};
   }
   const std::lock_guard lock(mu_);
   const std::uint32_t id = next_region_++;
@@ -37,7 +44,7 @@ Result<RegionId> GrantTable::add_region(std::byte* base, std::uint64_t bytes, in
 }
 
 Status GrantTable::remove_region(RegionId id) {
-  const std::lock_guard fence(landing_);
+  const auto fenced = fence();
   const std::lock_guard lock(mu_);
   const auto it = regions_.find(static_cast<std::uint32_t>(id));
   if (it == regions_.end())
@@ -128,8 +135,7 @@ Result<Grant> GrantTable::create(RegionId region, std::span<const Range> ranges,
   KVCORE_ASSIGN_OR_RETURN(const RegionView view, this->region(region));
   KVCORE_ASSIGN_OR_RETURN(auto merged, normalised(ranges, view.bytes));
   GrantRef ref;
-  if (::getrandom(&ref, sizeof ref, 0) != static_cast<ssize_t>(sizeof ref))
-    return Error{ErrorCode::kIo, text("getrandom: errno ", errno)};
+  KVCORE_RETURN_IF_ERROR(secure_random(std::as_writable_bytes(std::span(&ref, 1))));
   Grant grant{ref, region, rights, expires_ns, std::move(merged)};
   const std::lock_guard lock(mu_);
   if (!regions_.contains(static_cast<std::uint32_t>(region)))
@@ -139,7 +145,7 @@ Result<Grant> GrantTable::create(RegionId region, std::span<const Range> ranges,
 }
 
 void GrantTable::revoke(GrantRef ref) {
-  const std::lock_guard fence(landing_);
+  const auto fenced = fence();
   const std::lock_guard lock(mu_);
   const auto it = grants_.find(ref.id);
   if (it != grants_.end() && it->second.ref == ref) grants_.erase(it);
@@ -173,16 +179,38 @@ Status GrantTable::check(GrantRef ref, Rights right, std::span<const Range> rang
   return {};
 }
 
-Status GrantTable::with_range(GrantRef ref, Rights right, Range range, std::int64_t now,
-                              const std::function<void(std::byte*)>& use) const {
-  const std::lock_guard fence(landing_);
-  std::byte* target = nullptr;
+Result<RegionId> GrantTable::shared_region(GrantRef ref) const {
+  const std::lock_guard lock(mu_);
+  const auto it = grants_.find(ref.id);
+  if (it == grants_.end() || it->second.ref != ref)
+    return Error{ErrorCode::kStale, "grant is unknown, revoked or of an old generation"};
+  if (regions_.at(static_cast<std::uint32_t>(it->second.region)).view.fd < 0)
+    return Error{ErrorCode::kUnsupported, "shm: the region of a grant that is read needs a memfd"};
+  return it->second.region;
+}
+
+Status GrantTable::with_ranges(GrantRef ref, Rights right, std::span<const Range> ranges,
+                               std::int64_t now, const Use& use) const {
+  while (fences_waiting_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
+  const std::lock_guard landing(landing_);
+  std::vector<std::byte*> targets;
+  targets.reserve(ranges.size());
   {
     const std::lock_guard lock(mu_);
-    KVCORE_ASSIGN_OR_RETURN(target, locate(ref, right, range, now));
+    for (const Range& range : ranges) {
+      KVCORE_ASSIGN_OR_RETURN(std::byte* const target, locate(ref, right, range, now));
+      targets.push_back(target);
+    }
   }
-  use(target);
+  use(targets);
   return {};
+}
+
+std::unique_lock<std::mutex> GrantTable::fence() {
+  fences_waiting_.fetch_add(1, std::memory_order_relaxed);
+  std::unique_lock lock(landing_);
+  fences_waiting_.fetch_sub(1, std::memory_order_relaxed);
+  return lock;
 }
 
 std::size_t GrantTable::num_grants() const {

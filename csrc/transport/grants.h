@@ -6,6 +6,7 @@
 // every check is written so that no sum can overflow.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <span>
@@ -26,7 +27,7 @@ constexpr bool range_inside(std::uint64_t offset, std::uint64_t bytes,
 struct RegionView {
   std::byte* base;
   std::uint64_t bytes;
-  int fd;  // owned by the table; -1 = none
+  int fd;  // read-only, owned by the table; -1 = none
 };
 
 class GrantTable {
@@ -52,10 +53,14 @@ class GrantTable {
   // Does `ref` allow `right` on all of these ranges now? Stale, InvalidArgument (bounds, rights).
   Status check(GrantRef ref, Rights right, std::span<const Range> ranges, std::int64_t now) const;
 
-  // check() of one range of <= kLandingBytes, then use(pointer to it) while the fence is held: a
-  // revoke_grant that has returned before this call makes it Stale; one during it waits.
-  Status with_range(GrantRef ref, Rights right, Range range, std::int64_t now,
-                    const std::function<void(std::byte*)>& use) const;
+  // The region of a live grant, if peers can map it (shm). Stale, Unsupported.
+  Result<RegionId> shared_region(GrantRef ref) const;
+
+  // check() of ranges of <= kLandingBytes in all, then use(pointers to them) while the fence is
+  // held: a revoke_grant that has returned before this call makes it Stale; one during it waits.
+  using Use = std::function<void(std::span<std::byte* const>)>;
+  Status with_ranges(GrantRef ref, Rights right, std::span<const Range> ranges, std::int64_t now,
+                     const Use& use) const;
 
   std::size_t num_grants() const;
 
@@ -66,7 +71,11 @@ class GrantTable {
   };
   Result<std::byte*> locate(GrantRef ref, Rights right, Range range, std::int64_t now) const;
 
+  // A fence goes before the next landing, however fast landings follow each other.
+  std::unique_lock<std::mutex> fence();
+
   mutable std::mutex landing_;  // taken before mu_
+  std::atomic<int> fences_waiting_{0};
   mutable std::mutex mu_;
   std::unordered_map<std::uint32_t, Region> regions_;
   std::unordered_map<std::uint64_t, Grant> grants_;  // by GrantRef::id

@@ -41,6 +41,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/fault.h"
 #include "base/result.h"
 
 namespace kvcore::transport {
@@ -178,6 +179,9 @@ struct TransportOptions {
                                                         // stop receiving (the receiver's credits)
   std::uint32_t max_outstanding_ops = 65536;            // of one link
   std::uint32_t max_links = 1024;
+  // Tests only. Point "transport.flip_payload": one bit of a chunk changes between its checksum and
+  // the socket (tcp), or while it is pulled (shm).
+  FaultPlan* faults = nullptr;
 };
 
 class Transport {

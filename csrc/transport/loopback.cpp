@@ -245,13 +245,13 @@ Status Hub::move_bytes(End& from, End& to, const Op& op, const LoopbackFault* fa
     for (std::uint64_t done = 0; done < s.bytes; done += kLandingBytes) {
       const Range piece{s.remote_offset + done, std::min(kLandingBytes, s.bytes - done)};
       std::byte* mine = local.base + s.local_offset + done;
-      KVCORE_RETURN_IF_ERROR(
-          grants.with_range(op.grant, right, piece, now(), [&](std::byte* theirs) {
+      KVCORE_RETURN_IF_ERROR(grants.with_ranges(
+          op.grant, right, {&piece, 1}, now(), [&](std::span<std::byte* const> theirs) {
             if (op.is_read) {
-              std::memmove(mine, theirs, piece.bytes);
+              std::memmove(mine, theirs[0], piece.bytes);
             } else {
-              std::memmove(theirs, mine, piece.bytes);
-              if (first && fault && *fault == LoopbackFault::kCorrupt) *theirs ^= std::byte{1};
+              std::memmove(theirs[0], mine, piece.bytes);
+              if (first && fault && *fault == LoopbackFault::kCorrupt) *theirs[0] ^= std::byte{1};
             }
             first = false;
           }));

@@ -1,0 +1,477 @@
+// Bytes in: handshake, frames, and payload straight into its place.
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/text.h"
+#include "transport/connection.h"
+
+namespace kvcore::transport {
+namespace {
+
+constexpr std::size_t kReadBytes = 64UL * 1024;  // read ahead while frames are parsed
+constexpr std::size_t kTailBytes = 4096;         // read ahead behind payload: the next frame's head
+constexpr std::size_t kRoundBytes = 4096UL * 1024;  // then other links have their turn
+constexpr std::size_t kMaxLandings = 256;           // places filled by one system call
+constexpr std::size_t kMaxFds = 64;
+constexpr std::size_t kMaxInbound = 65536;  // operations of the peer at a time
+
+Error corrupt(std::string message) { return {ErrorCode::kCorrupt, std::move(message)}; }
+
+}  // namespace
+
+void Connection::receive(std::int64_t now) {
+  const std::uint64_t before = link_->bytes_in;
+  for (std::size_t rounds = 0; !dead() && receive_some(now); ++rounds) {
+    if (rounds >= 64 || link_->bytes_in - before > kRoundBytes) break;
+    if (!hung_up_ && io_->shared.events.full()) break;
+  }
+}
+
+// One read of the socket; false when it had nothing (or the link died).
+bool Connection::receive_some(std::int64_t now) {
+  ssize_t n = 0;
+  if (sink_.kind != Sink::Kind::kNone) {
+    n = land([this](std::vector<iovec>* iov) { return read_socket(iov); });
+  } else {
+    std::vector<iovec> none;
+    n = read_socket(&none);
+  }
+  if (n <= 0) return false;
+  last_rx_ns_ = now;
+  parse();
+  return !dead();
+}
+
+// Fills the places given, then the parse buffer. Returns the bytes that went into the places, or 1
+// if only the buffer got some; 0 = nothing there, -1 = the link is dead.
+ssize_t Connection::read_socket(std::vector<iovec>* iov) {
+  std::size_t wanted = 0;
+  for (const iovec& v : *iov) wanted += v.iov_len;
+  const std::size_t ahead = iov->empty() ? kReadBytes : kTailBytes;
+  if (rx_begin_ == rx_end_) rx_begin_ = rx_end_ = 0;
+  if (rx_.size() < rx_end_ + ahead) rx_.resize(rx_end_ + ahead);
+  iov->push_back({rx_.data() + rx_end_, rx_.size() - rx_end_});
+  msghdr message{};
+  message.msg_iov = iov->data();
+  message.msg_iovlen = iov->size();
+  alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int) * 8)];
+  if (shm()) {
+    message.msg_control = ancillary;
+    message.msg_controllen = sizeof ancillary;
+  }
+  ssize_t n = 0;
+  do {
+    n = ::recvmsg(fd_.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  } while (n < 0 && errno == EINTR);
+  if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
+  if (n <= 0) {
+    const std::string how = n == 0 ? "closed" : std::strerror(errno);
+    const bool setup = state_ == State::kHandshake || state_ == State::kConnecting;
+    fail(setup ? Error{ErrorCode::kTransport, text("the connection ended during the handshake (",
+                                                   how, "): another key, version or protocol?")}
+               : Error{ErrorCode::kPeerDead, text("the peer's connection is gone: ", how)});
+    return -1;
+  }
+  for (cmsghdr* c = shm() ? CMSG_FIRSTHDR(&message) : nullptr; c != nullptr;
+       c = CMSG_NXTHDR(&message, c)) {
+    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+    for (std::size_t i = 0; i < (c->cmsg_len - CMSG_LEN(0)) / sizeof(int); ++i) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(c) + i * sizeof fd, sizeof fd);
+      rx_fds_.emplace_back(fd);
+    }
+  }
+  if (rx_fds_.size() > kMaxFds) {
+    fail(corrupt("the peer sent descriptors without frames"));
+    return -1;
+  }
+  const auto got = static_cast<std::size_t>(n);
+  rx_end_ += got - std::min(got, wanted);
+  return static_cast<ssize_t>(std::max<std::size_t>(1, std::min(got, wanted)));
+}
+
+void Connection::parse() {
+  while (!dead() && rx_begin_ < rx_end_) {
+    if (state_ == State::kHandshake) {
+      parse_handshake(now_ns());
+    } else if (sink_.kind != Sink::Kind::kNone) {
+      take_buffered_payload();
+    } else if (!parse_frame()) {
+      break;
+    }
+  }
+  if (rx_begin_ > 0 && !dead()) {  // what is left is the start of a frame: to the front
+    std::memmove(rx_.data(), rx_.data() + rx_begin_, rx_end_ - rx_begin_);
+    rx_end_ -= rx_begin_;
+    rx_begin_ = 0;
+    if (rx_end_ == 0 && rx_.size() > 4 * kReadBytes) rx_ = std::vector<std::byte>();
+  }
+}
+
+void Connection::parse_handshake(std::int64_t now) {
+  std::vector<std::byte> out;
+  const auto used = auth_.feed(Bytes(rx_.data() + rx_begin_, rx_end_ - rx_begin_), &out);
+  outbox_.push_raw(std::move(out));
+  if (!used) return fail(used.error());
+  rx_begin_ += *used;
+  if (auth_.established()) on_established(now);
+}
+
+// One whole frame out of the buffer; false when it is not there yet.
+bool Connection::parse_frame() {
+  const std::size_t have = rx_end_ - rx_begin_;
+  if (have < sizeof(FramePrefix)) return false;
+  FramePrefix prefix;
+  std::memcpy(&prefix, rx_.data() + rx_begin_, sizeof prefix);
+  if (auto status = check_prefix(prefix, shm()); !status) {
+    fail(status);
+    return false;
+  }
+  const std::size_t signed_bytes = sizeof prefix + prefix.body_bytes;
+  if (have < signed_bytes + kMacBytes) return false;
+  const Bytes frame(rx_.data() + rx_begin_, signed_bytes + kMacBytes);
+  if (auto status = auth_.open({frame.first(signed_bytes)}, frame.last(kMacBytes)); !status) {
+    fail(status);
+    return false;
+  }
+  dispatch(prefix, frame.subspan(sizeof prefix, prefix.body_bytes));
+  rx_begin_ += frame.size();
+  return true;
+}
+
+void Connection::take_buffered_payload() {
+  (void)land([this](std::vector<iovec>* iov) -> ssize_t {
+    std::size_t total = 0;
+    for (const iovec& v : *iov) {
+      const std::size_t n = std::min(v.iov_len, rx_end_ - rx_begin_);
+      std::memcpy(v.iov_base, rx_.data() + rx_begin_, n);
+      rx_begin_ += n;
+      total += n;
+    }
+    return static_cast<ssize_t>(total);
+  });
+}
+
+void Connection::dispatch(const FramePrefix& prefix, Bytes body) {
+  switch (static_cast<FrameType>(prefix.type)) {
+    case FrameType::kPing:
+      return;
+    case FrameType::kMessage: {
+      std::vector<std::byte> message(body.begin(), body.end());
+      auto& queue = pulls_[prefix.priority];
+      if (queue.empty()) return deliver(std::move(message));
+      Pull waiting{Pull::Kind::kMessage};
+      waiting.message = std::move(message);
+      pull_pieces_ += waiting.weight();
+      queue.push_back(std::move(waiting));
+      return;
+    }
+    case FrameType::kWrite:
+      return on_write(prefix, body);
+    case FrameType::kResult:
+      return on_result(body);
+    case FrameType::kAbort:
+      return on_abort(body);
+    case FrameType::kReadRequest:
+      return on_read_request(prefix, body);
+    case FrameType::kReadData:
+      return on_read_data(prefix, body);
+    case FrameType::kReadGo:
+      return on_read_go(prefix, body);
+    case FrameType::kReadDone:
+      return on_read_done(body);
+    case FrameType::kRegion:
+      return on_region(body);
+    case FrameType::kRegionGone:
+      return on_region_gone(body);
+    case FrameType::kBye:
+      return fail({});
+  }
+}
+
+void Connection::on_write(const FramePrefix& prefix, Bytes body) {
+  auto frame = parse_write(prefix, body, shm());
+  if (!frame) return fail(frame.error());
+  const WriteHead& head = frame->head;
+  auto [it, fresh] = inbound_.try_emplace(head.op, InWrite{head.grant, head.tag});
+  if (inbound_.size() > kMaxInbound) return fail(corrupt("the peer has too many writes at a time"));
+  if (it->second.grant != head.grant || it->second.tag != head.tag)
+    return fail(corrupt("a chunk names another grant or tag than its write"));
+  const bool last = (prefix.flags & kFlagLast) != 0;
+  if (!shm()) {
+    sink_ = Sink{Sink::Kind::kWrite, head.op, head.grant, std::move(frame->pieces)};
+    sink_.left = prefix.payload_bytes;
+    sink_.checked = (prefix.flags & kFlagUnchecked) == 0;
+    sink_.last = last;
+    return;
+  }
+  const auto region = peer_regions_.find(head.region);
+  if (region == peer_regions_.end()) {
+    fail_write(head.op,
+               invalid_argument(text("region ", head.region, " is not shared with the peer")));
+    if (last) finish_write(head.op);
+    return;
+  }
+  pull_pieces_ += frame->pieces.size();
+  pulls_[prefix.priority].push_back(Pull{Pull::Kind::kWrite,
+                                         head.op,
+                                         head.grant,
+                                         region->second,
+                                         std::move(frame->pieces),
+                                         0,
+                                         0,
+                                         last,
+                                         {}});
+}
+
+void Connection::on_result(Bytes body) {
+  auto frame = parse_result(body);
+  if (!frame) return fail(frame.error());
+  const std::uint64_t id = frame->head.op;
+  Op* op = find_op(id);
+  if (op == nullptr) return;  // given up before
+  Status status = std::move(frame->status);
+  if (op->is_read) {
+    if (status.ok() && op->corrupt)
+      status = corrupt("a segment's checksum differs from what the peer sent");
+    else if (status.ok() && !shm() && op->done != op->bytes)
+      status = corrupt("the peer ended the read too early");
+  } else if (status.ok() && op->done != op->bytes) {
+    return fail(corrupt("the peer acknowledged a write that was not sent"));
+  } else if (!status.ok() && op->done != op->bytes && !op->giving_up) {
+    control(FrameType::kAbort, make_body(OpHead{id}));  // it forgets what it has seen of the write
+  }
+  if (op->giving_up && !status.ok() && status.error().code == ErrorCode::kCancelled)
+    status = op->give_up_status;
+  complete(id, std::move(status));
+}
+
+void Connection::on_abort(Bytes body) {
+  const auto head = parse_head<OpHead>(body);
+  if (!head) return fail(head.error());
+  serving_.erase(head->op);
+  const auto it = inbound_.find(head->op);
+  if (it == inbound_.end()) return;
+  const bool answer = shm() && !it->second.failed;
+  inbound_.erase(it);  // waiting pulls of it are skipped
+  if (answer)
+    control(FrameType::kResult,
+            make_result(head->op, Error{ErrorCode::kCancelled, "aborted by the sender"}));
+}
+
+void Connection::on_read_request(const FramePrefix& prefix, Bytes body) {
+  auto frame = parse_read(body);
+  if (!frame) return fail(frame.error());
+  const std::uint64_t op = frame->head.op;
+  const auto refuse = [&](const Status& why) { control(FrameType::kResult, make_result(op, why)); };
+  const GrantRef grant = frame->head.grant;
+  if (auto ok = io_->shared.grants.check(grant, Rights::kRead, frame->ranges, now_ns()); !ok)
+    return refuse(ok);
+  if (serving_.size() >= kMaxInbound) return fail(corrupt("the peer has too many reads at a time"));
+  if (!shm()) {
+    serving_.insert_or_assign(op, Serve{grant, std::move(frame->ranges)});
+    tx_[prefix.priority].push_back({TxItem::Kind::kServe, op, {}});
+    return;
+  }
+  const auto region = io_->shared.grants.shared_region(grant);
+  if (!region) return refuse(region.error());
+  serving_.insert_or_assign(op, Serve{grant, std::move(frame->ranges)});
+  OutFrame go{FrameType::kReadGo, static_cast<Priority>(prefix.priority)};
+  go.body = make_body(GoHead{op, static_cast<std::uint32_t>(*region)});
+  control_.push_back(std::move(go));
+}
+
+void Connection::on_read_data(const FramePrefix& prefix, Bytes body) {
+  auto frame = parse_data(prefix, body);
+  if (!frame) return fail(frame.error());
+  sink_ = Sink{Sink::Kind::kRead, frame->head.op};
+  for (const DataPiece& p : frame->pieces) sink_.pieces.push_back({0, p.bytes, p.checksum});
+  sink_.left = prefix.payload_bytes;
+}
+
+void Connection::on_read_go(const FramePrefix& prefix, Bytes body) {
+  const auto head = parse_head<GoHead>(body);
+  if (!head) return fail(head.error());
+  Op* op = find_op(head->op);
+  if (op == nullptr || !op->is_read || !shm()) return;
+  const auto region = peer_regions_.find(head->region);
+  if (region == peer_regions_.end())
+    return complete(head->op, Error{ErrorCode::kTransport, "the peer's region is not shared"});
+  Pull item{Pull::Kind::kRead, head->op, {}, region->second};
+  for (const Segment& s : op->segments)
+    item.pieces.push_back({s.local_offset, s.bytes, s.remote_offset});
+  item.last = true;
+  pull_pieces_ += item.weight();
+  pulls_[prefix.priority].push_back(std::move(item));
+}
+
+// The reader has copied: it may use the bytes only if the grant held until now.
+void Connection::on_read_done(Bytes body) {
+  const auto head = parse_head<OpHead>(body);
+  if (!head) return fail(head.error());
+  const auto it = serving_.find(head->op);
+  if (it == serving_.end()) return;
+  const Status held =
+      io_->shared.grants.check(it->second.grant, Rights::kRead, it->second.ranges, now_ns());
+  if (held.ok())
+    for (const Range& r : it->second.ranges) link_->bytes_out += r.bytes;
+  serving_.erase(it);
+  control(FrameType::kResult, make_result(head->op, held));
+}
+
+void Connection::on_region(Bytes body) {
+  const auto head = parse_head<RegionHead>(body);
+  if (!head) return fail(head.error());
+  if (!shm() || rx_fds_.empty()) return fail(corrupt("a region without a descriptor"));
+  UniqueFd fd = std::move(rx_fds_.front());
+  rx_fds_.pop_front();
+  if (peer_regions_.size() >= kMaxFds) return fail(corrupt("the peer shares too many regions"));
+  auto region = RemoteRegion::make(std::move(fd), head->bytes);
+  if (!region) return fail(region.error());
+  peer_regions_.insert_or_assign(head->region, std::move(*region));
+}
+
+void Connection::on_region_gone(Bytes body) {
+  const auto head = parse_head<RegionHead>(body);
+  if (!head) return fail(head.error());
+  peer_regions_.erase(head->region);
+}
+
+// ---- payload (tcp)
+
+// One filling of the current payload's places. Returns what the filling returned.
+ssize_t Connection::land(const Fill& fill) {
+  if (sink_.kind == Sink::Kind::kWrite) {
+    const auto it = inbound_.find(sink_.op);
+    if (it == inbound_.end() || it->second.failed) sink_.kind = Sink::Kind::kDiscard;
+  } else if (sink_.kind == Sink::Kind::kRead) {
+    const Op* op = find_op(sink_.op);
+    if (op == nullptr || !op->is_read) sink_.kind = Sink::Kind::kDiscard;
+  }
+  ssize_t n = 0;
+  if (sink_.kind == Sink::Kind::kWrite) {
+    n = land_write(fill);
+  } else if (sink_.kind == Sink::Kind::kRead) {
+    n = land_read(fill);
+  }
+  if (sink_.kind == Sink::Kind::kDiscard && n == 0) {
+    std::vector<iovec> iov{{io_->scratch.data(), std::min(io_->scratch.size(), sink_.left)}};
+    n = fill(&iov);
+    if (n > 0) sink_.left -= static_cast<std::uint64_t>(n);
+  }
+  if (n > 0 && sink_.left == 0) chunk_landed();
+  return n;
+}
+
+ssize_t Connection::land_write(const Fill& fill) {
+  std::vector<Range> ranges;
+  std::uint64_t skip = sink_.piece_done;
+  for (std::size_t i = sink_.piece; i < sink_.pieces.size() && ranges.size() < kMaxLandings; ++i) {
+    ranges.push_back({sink_.pieces[i].remote_offset + skip, sink_.pieces[i].bytes - skip});
+    skip = 0;
+  }
+  ssize_t n = 0;
+  bool intact = true;
+  const Status status = io_->shared.grants.with_ranges(
+      sink_.grant, Rights::kWrite, ranges, now_ns(), [&](std::span<std::byte* const> places) {
+        std::vector<iovec> iov;
+        for (std::size_t i = 0; i < places.size(); ++i) iov.push_back({places[i], ranges[i].bytes});
+        n = fill(&iov);
+        if (n > 0) intact = settle(static_cast<std::uint64_t>(n), places);
+      });
+  if (!status.ok() || !intact) {
+    fail_write(sink_.op,
+               status.ok() ? corrupt("a segment's checksum differs from what was sent") : status);
+    sink_.kind = Sink::Kind::kDiscard;
+  }
+  return n;
+}
+
+ssize_t Connection::land_read(const Fill& fill) {
+  Op& op = *find_op(sink_.op);
+  const std::uint64_t piece_left = sink_.pieces[sink_.piece].bytes - sink_.piece_done;
+  if (op.segment >= op.segments.size() ||
+      piece_left > op.segments[op.segment].bytes - op.segment_done) {
+    fail(corrupt("the peer sends other bytes than the read asked for"));
+    return -1;
+  }
+  const Segment& s = op.segments[op.segment];
+  std::byte* place = op.base + s.local_offset + op.segment_done;
+  std::vector<iovec> iov{{place, piece_left}};
+  const ssize_t n = fill(&iov);
+  if (n <= 0) return n;
+  const auto landed = static_cast<std::uint64_t>(n);
+  std::byte* const places[1] = {place};
+  if (!settle(landed, places)) op.corrupt = true;
+  op.done += landed;
+  op.segment_done += landed;
+  if (op.segment_done == s.bytes) {
+    ++op.segment;
+    op.segment_done = 0;
+  }
+  return n;
+}
+
+// Moves the sink on by what has landed at the places and checks each piece that is complete.
+bool Connection::settle(std::uint64_t landed, std::span<std::byte* const> places) {
+  sink_.left -= landed;
+  bool intact = true;
+  for (std::size_t i = 0; landed > 0; ++i) {
+    const Piece& piece = sink_.pieces[sink_.piece];
+    const std::uint64_t n = std::min(landed, piece.bytes - sink_.piece_done);
+    const Bytes bytes(places[i], n);
+    const bool whole = sink_.piece_done == 0 && n == piece.bytes;
+    const bool complete = sink_.piece_done + n == piece.bytes;
+    if (sink_.checked && whole) {
+      intact &= xxh3_64(bytes) == piece.source;
+    } else if (sink_.checked) {
+      sink_.hash.update(bytes);
+      if (complete) {
+        intact &= sink_.hash.digest() == piece.source;
+        sink_.hash = Xxh3();
+      }
+    }
+    sink_.piece_done = complete ? 0 : sink_.piece_done + n;
+    if (complete) ++sink_.piece;
+    landed -= n;
+  }
+  return intact;
+}
+
+void Connection::chunk_landed() {
+  const Sink done = std::move(sink_);
+  sink_ = Sink();
+  const auto it = inbound_.find(done.op);
+  if (done.kind == Sink::Kind::kWrite && it != inbound_.end()) {
+    for (const Piece& piece : done.pieces) it->second.bytes += piece.bytes;
+  }
+  if (done.last) finish_write(done.op);
+}
+
+// ---- the end of a peer's write (tcp and shm)
+
+void Connection::finish_write(std::uint64_t op) {
+  const auto it = inbound_.find(op);
+  if (it == inbound_.end()) return;
+  const InWrite write = it->second;
+  inbound_.erase(it);
+  if (write.failed) return;
+  link_->bytes_in += write.bytes;
+  io_->shared.events.push(
+      Arrival{link_->id, write.grant, write.tag, write.bytes, now_ns(), Status()});
+  control(FrameType::kResult, make_result(op, {}));
+}
+
+void Connection::fail_write(std::uint64_t op, const Status& why) {
+  const auto it = inbound_.find(op);
+  if (it == inbound_.end() || it->second.failed) return;
+  it->second.failed = true;
+  if (why.error().code == ErrorCode::kCorrupt)
+    io_->shared.events.push(Arrival{link_->id, it->second.grant, it->second.tag, 0, now_ns(), why});
+  control(FrameType::kResult, make_result(op, why));
+}
+
+}  // namespace kvcore::transport

@@ -1,0 +1,27 @@
+#include "transport/shared.h"
+
+#include <unistd.h>
+
+namespace kvcore::transport {
+
+void Shared::wake() {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto n = ::write(wake_fd.get(), &one, sizeof one);
+}
+
+Status Shared::post(LinkState* state, Command command) {
+  bool first = false;
+  {
+    const std::lock_guard lock(mu);
+    if (stopped) return Error{ErrorCode::kPeerDead, "the transport is closed"};
+    if (state != nullptr && state->closed) return Error{ErrorCode::kPeerDead, "the link is down"};
+    if (std::holds_alternative<CloseCommand>(command.what)) state->closed = true;
+    if (std::holds_alternative<StopCommand>(command.what)) stopped = true;
+    first = commands.empty();
+    commands.push_back(std::move(command));
+  }
+  if (first) wake();
+  return {};
+}
+
+}  // namespace kvcore::transport

@@ -1,0 +1,115 @@
+// What the posting threads and the I/O thread of a socket Transport share: tables, the event queue
+// and one queue of commands. Everything else belongs to the I/O thread alone (connection.h). Thread
+// rules: every member function from any thread. `mu` is held for microseconds.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+#include "transport/address.h"
+#include "transport/event_queue.h"
+#include "transport/grants.h"
+#include "transport/link.h"
+#include "transport/unique_fd.h"
+
+namespace kvcore::transport {
+
+// A write or read on its way, at the side that posted it. The region stays pinned until the end.
+struct Op {
+  std::uint64_t id = 0;
+  bool is_read = false;
+  RegionId region{};
+  std::byte* base = nullptr;  // of the region
+  bool has_memfd = false;
+  std::vector<Segment> segments;
+  GrantRef grant;
+  std::uint64_t tag = 0;
+  std::uint64_t bytes = 0;
+  OpOptions options;
+
+  // Owned by the I/O thread from here on. The cursor counts what was put into chunks (write) or
+  // landed (read).
+  std::size_t segment = 0;
+  std::uint64_t segment_done = 0;
+  std::uint64_t done = 0;
+  bool started = false;    // something was sent
+  bool corrupt = false;    // read: a checksum differed
+  bool giving_up = false;  // shm: abort sent, the peer's answer is awaited
+  Status give_up_status;
+};
+
+// State of one link that any thread may look at.
+struct LinkState {
+  LinkId id{};
+  bool shm = false;
+  std::string peer_address;
+  std::atomic<std::uint64_t> next_op{1};
+  std::atomic<std::uint64_t> bytes_out{0}, bytes_in{0}, messages_out{0}, messages_in{0};
+  std::atomic<std::uint64_t> outstanding{0}, queued_bytes{0}, queued_message_bytes{0};
+  std::atomic<bool> up{false};
+  // Guarded by Shared::mu:
+  bool closed = false;  // no command is taken any more
+  std::string peer_identity;
+  std::int64_t peer_pid = 0;
+};
+
+struct SendCommand {
+  Priority priority;
+  std::vector<std::byte> bytes;
+};
+struct CancelCommand {
+  std::uint64_t op;
+};
+struct PaceCommand {
+  std::uint64_t bytes_per_s;
+};
+struct CloseCommand {};
+struct ConnectCommand {
+  std::shared_ptr<LinkState> state;
+  UniqueFd fd;
+  Status failed;  // when the socket could not be made: the link goes down at once
+};
+struct ListenCommand {
+  UniqueFd fd;
+  bool shm;
+  std::string path;  // shm: removed at the end
+};
+struct RegionCommand {
+  RegionId region;
+  bool gone;
+};
+struct StopCommand {};
+
+struct Command {
+  LinkId link;  // of the first five kinds
+  std::variant<SendCommand, std::unique_ptr<Op>, CancelCommand, PaceCommand, CloseCommand,
+               ConnectCommand, ListenCommand, RegionCommand, StopCommand>
+      what;
+};
+
+struct Shared {
+  explicit Shared(TransportOptions o) : options(std::move(o)), events(options.max_unread_bytes) {}
+
+  // Queues a command and wakes the I/O thread. For a link's commands `state` is its link: PeerDead
+  // when that is closed. After stop: PeerDead.
+  Status post(LinkState* state, Command command);
+  void wake();
+
+  const TransportOptions options;
+  GrantTable grants;
+  EventQueue events;
+  UniqueFd wake_fd;  // eventfd
+
+  mutable std::mutex mu;
+  std::vector<Command> commands;
+  std::unordered_map<std::uint64_t, std::shared_ptr<LinkState>> links;
+  std::uint64_t next_link = 1;
+  bool stopped = false;
+};
+
+}  // namespace kvcore::transport
