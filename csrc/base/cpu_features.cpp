@@ -6,7 +6,8 @@ namespace {
 CpuFeatures detect() noexcept {
   CpuFeatures f;
 #if defined(__x86_64__)
-  // These builtins read cpuid and xgetbv, so a register set the kernel does not save counts as absent.
+  // These builtins read cpuid and xgetbv, so a register set the kernel does not save counts as
+  // absent.
   __builtin_cpu_init();
   f.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
            __builtin_cpu_supports("f16c");

@@ -13,7 +13,8 @@ namespace kvcore {
 namespace {
 
 constexpr std::int64_t kMaxThreads = 256;
-constexpr std::int64_t kSpins = 4000;  // about 100 us of pause instructions: longer than one layer's gap
+constexpr std::int64_t kSpins =
+    4000;  // about 100 us of pause instructions: longer than one layer's gap
 
 inline void pause_cpu() noexcept {
 #if defined(__x86_64__)

@@ -50,8 +50,8 @@ const std::int32_t* int32_array(const char* field, const py::array& a, py::ssize
     throw ErrorException{invalid_argument(
         text(field, " has dtype ", std::string(py::str(a.dtype())), ": expected int32"))};
   if (a.ndim() != rank)
-    throw ErrorException{invalid_argument(
-        text(field, " has ", a.ndim(), " dimensions: expected ", rank))};
+    throw ErrorException{
+        invalid_argument(text(field, " has ", a.ndim(), " dimensions: expected ", rank))};
   if (a.shape(rank - 1) > 1 && a.strides(rank - 1) != 4)
     throw ErrorException{invalid_argument(text(field, " is not contiguous in its last dimension"))};
   return static_cast<const std::int32_t*>(a.data());
@@ -67,11 +67,12 @@ void prepare(AttentionPlan& plan, const py::array& cu_seqlens_q, const py::array
   b.max_pages = block_table.shape(1);
   b.block_table_stride = block_table.strides(0) / 4;
   if (cu_seqlens_q.shape(0) != b.num_seqs + 1)
-    throw ErrorException{invalid_argument(text("cu_seqlens_q has ", cu_seqlens_q.shape(0),
-                                               " entries: expected num_seqs + 1 = ", b.num_seqs + 1))};
+    throw ErrorException{
+        invalid_argument(text("cu_seqlens_q has ", cu_seqlens_q.shape(0),
+                              " entries: expected num_seqs + 1 = ", b.num_seqs + 1))};
   if (block_table.shape(0) != b.num_seqs)
-    throw ErrorException{invalid_argument(text("block_table has ", block_table.shape(0),
-                                               " rows: expected num_seqs = ", b.num_seqs))};
+    throw ErrorException{invalid_argument(
+        text("block_table has ", block_table.shape(0), " rows: expected num_seqs = ", b.num_seqs))};
   unwrap(plan.prepare(b));
 }
 
@@ -88,8 +89,8 @@ void append(AttentionPlan& plan, std::int64_t layer, Address k, std::int64_t k_s
 kernels::AttendArgs attend_args(const AttentionPlan& plan, Address q, std::int64_t q_stride,
                                 Address out, std::int64_t out_stride, Address lse, int dtype) {
   const std::int64_t n = plan.num_tokens();
-  return {pointer<const void>("q", q, n), q_stride, pointer<void>("out", out, n), out_stride,
-          reinterpret_cast<float*>(lse), dtype_of(dtype)};
+  return {pointer<const void>("q", q, n), q_stride,       pointer<void>("out", out, n), out_stride,
+          reinterpret_cast<float*>(lse),  dtype_of(dtype)};
 }
 
 void attend(AttentionPlan& plan, std::int64_t layer, Address q, std::int64_t q_stride, Address out,
@@ -100,7 +101,8 @@ void attend(AttentionPlan& plan, std::int64_t layer, Address q, std::int64_t q_s
 }
 
 void run(AttentionPlan& plan, std::int64_t layer, Address q, std::int64_t q_stride, Address k,
-         std::int64_t k_stride, Address v, std::int64_t v_stride, Address out, Address lse, int dtype) {
+         std::int64_t k_stride, Address v, std::int64_t v_stride, Address out, Address lse,
+         int dtype) {
   const std::int64_t n = plan.num_tokens();
   const std::int64_t out_stride = std::int64_t{plan.num_q_heads()} * plan.pages().head_dim_v;
   const kernels::AttendArgs args = attend_args(plan, q, q_stride, out, out_stride, lse, dtype);
@@ -113,11 +115,15 @@ void run(AttentionPlan& plan, std::int64_t layer, Address q, std::int64_t q_stri
 
 void merge_states(Address out_a, Address lse_a, Address out_b, Address lse_b, Address out,
                   Address lse, std::int64_t rows, std::int64_t dim, int dtype) {
-  const kernels::MergeArgs args{
-      pointer<const void>("out_a", out_a, rows), pointer<const float>("lse_a", lse_a, rows),
-      pointer<const void>("out_b", out_b, rows), pointer<const float>("lse_b", lse_b, rows),
-      pointer<void>("out", out, rows),           pointer<float>("lse", lse, rows),
-      rows, dim, dtype_of(dtype)};
+  const kernels::MergeArgs args{pointer<const void>("out_a", out_a, rows),
+                                pointer<const float>("lse_a", lse_a, rows),
+                                pointer<const void>("out_b", out_b, rows),
+                                pointer<const float>("lse_b", lse_b, rows),
+                                pointer<void>("out", out, rows),
+                                pointer<float>("lse", lse, rows),
+                                rows,
+                                dim,
+                                dtype_of(dtype)};
   const py::gil_scoped_release release;
   unwrap(kernels::merge_states(args));
 }
@@ -151,7 +157,8 @@ void unpack_slice(Address view, std::int64_t page, std::int64_t layer, std::int6
                                {pointer<char>("v", v, count), v_stride}, dtype_of(dtype)));
 }
 
-void copy_pages(Address view, const std::vector<std::int64_t>& from, const std::vector<std::int64_t>& to) {
+void copy_pages(Address view, const std::vector<std::int64_t>& from,
+                const std::vector<std::int64_t>& to) {
   const py::gil_scoped_release release;
   unwrap(kernels::copy_pages(view_at(view), from, to));
 }
@@ -159,7 +166,8 @@ void copy_pages(Address view, const std::vector<std::int64_t>& from, const std::
 void bind_plan(py::module_& m) {
   py::class_<ThreadPool>(m, "ThreadPool")
       .def(py::init([](std::int64_t num_threads, std::optional<std::vector<std::int32_t>> cpus) {
-             return unwrap(ThreadPool::make(num_threads, cpus.value_or(std::vector<std::int32_t>{})));
+             return unwrap(
+                 ThreadPool::make(num_threads, cpus.value_or(std::vector<std::int32_t>{})));
            }),
            py::arg("num_threads"), py::arg("cpus") = py::none())
       .def_property_readonly("num_threads", &ThreadPool::num_threads)
@@ -171,7 +179,8 @@ void bind_plan(py::module_& m) {
            }),
            py::arg("view_address"), py::arg("num_q_heads"), py::arg("scale") = 0.0,
            py::arg("threads") = py::none(), py::keep_alive<1, 5>())
-      .def("prepare", &prepare, py::arg("cu_seqlens_q"), py::arg("context_lens"), py::arg("block_table"))
+      .def("prepare", &prepare, py::arg("cu_seqlens_q"), py::arg("context_lens"),
+           py::arg("block_table"))
       .def("append_ptr", &append, py::arg("layer"), py::arg("k_ptr"), py::arg("k_stride"),
            py::arg("v_ptr"), py::arg("v_stride"), py::arg("dtype"))
       .def("attend_ptr", &attend, py::arg("layer"), py::arg("q_ptr"), py::arg("q_stride"),
@@ -189,7 +198,8 @@ void bind_plan(py::module_& m) {
 void bind_kernels(py::module_ m) {
   bind_plan(m);
   m.def("isa", [] { return std::string(unwrap(kernels::kernel_table())->name); });
-  m.def("set_isa", [](const std::string& name) { unwrap(kernels::set_isa(name)); }, py::arg("name"));
+  m.def(
+      "set_isa", [](const std::string& name) { unwrap(kernels::set_isa(name)); }, py::arg("name"));
   m.def("available_isas", &kernels::available_isas);
   m.def("describe_dlpack", &describe_dlpack, py::arg("capsule"));
   m.def("merge_states_ptr", &merge_states, py::arg("out_a"), py::arg("lse_a"), py::arg("out_b"),
@@ -204,7 +214,8 @@ void bind_kernels(py::module_ m) {
   m.def("unpack_slice_ptr", &unpack_slice, py::arg("view_address"), py::arg("page"),
         py::arg("layer"), py::arg("first"), py::arg("count"), py::arg("k_ptr"), py::arg("k_stride"),
         py::arg("v_ptr"), py::arg("v_stride"), py::arg("dtype"));
-  m.def("copy_pages", &copy_pages, py::arg("view_address"), py::arg("from_pages"), py::arg("to_pages"));
+  m.def("copy_pages", &copy_pages, py::arg("view_address"), py::arg("from_pages"),
+        py::arg("to_pages"));
 }
 
 }  // namespace kvcore::bindings

@@ -24,7 +24,8 @@ struct DlTensor {
   std::uint64_t byte_offset;
 };
 
-// (address, shape, strides in elements, dtype name) of a CPU tensor, e.g. (…, (2, 3), (3, 1), "float32").
+// (address, shape, strides in elements, dtype name) of a CPU tensor, e.g. (…, (2, 3), (3, 1),
+// "float32").
 inline pybind11::tuple describe_dlpack(const pybind11::object& capsule) {
   namespace py = pybind11;
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor") == 0)
@@ -43,8 +44,9 @@ inline pybind11::tuple describe_dlpack(const pybind11::object& capsule) {
   }
   constexpr const char* kKinds[] = {"int", "uint", "float", "opaque", "bfloat"};
   const std::string kind = t.code < 5 ? kKinds[t.code] : text("code", int{t.code}, "_");
-  return py::make_tuple(reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset, shape, strides,
-                        t.lanes == 1 ? text(kind, int{t.bits}) : text(kind, int{t.bits}, "x", t.lanes));
+  return py::make_tuple(
+      reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset, shape, strides,
+      t.lanes == 1 ? text(kind, int{t.bits}) : text(kind, int{t.bits}, "x", t.lanes));
 }
 
 }  // namespace kvcore::bindings

@@ -1,7 +1,7 @@
-// Paged attention of one unit (see unit.h), for every page format and any mix of decode and prefill.
-// Per segment of 1024 tokens an own online softmax in base 2 runs over steps of 64 tokens; a step is
-// one or more pages' worth of tokens, so the page size changes no bit either. Finished segments are
-// normalised and folded left in order by merge_row.
+// Paged attention of one unit (see unit.h), for every page format and any mix of decode and
+// prefill. Per segment of 1024 tokens an own online softmax in base 2 runs over steps of 64 tokens;
+// a step is one or more pages' worth of tokens, so the page size changes no bit either. Finished
+// segments are normalised and folded left in order by merge_row.
 #pragma once
 
 #include "kernels/attention/step_impl.h"
@@ -14,13 +14,17 @@ namespace {
 inline std::int64_t element_bytes(DType t) { return t == DType::kF32 ? 4 : 2; }
 
 inline F load_as(DType t, const char* p, std::int64_t i) {
-  return t == DType::kF32 ? load_f32(p + 4 * i) : t == DType::kF16 ? load_f16(p + 2 * i)
-                                                                  : load_bf16(p + 2 * i);
+  return t == DType::kF32   ? load_f32(p + 4 * i)
+         : t == DType::kF16 ? load_f16(p + 2 * i)
+                            : load_bf16(p + 2 * i);
 }
 inline void store_as(DType t, char* p, std::int64_t i, F v) {
-  if (t == DType::kF32) store_f32(p + 4 * i, v);
-  else if (t == DType::kF16) store_f16(p + 2 * i, v);
-  else store_bf16(p + 2 * i, v);
+  if (t == DType::kF32)
+    store_f32(p + 4 * i, v);
+  else if (t == DType::kF16)
+    store_f16(p + 2 * i, v);
+  else
+    store_bf16(p + 2 * i, v);
 }
 
 inline std::int64_t rows_of(const AttendUnit& u) { return (u.h1 - u.h0) * (u.t1 - u.t0) * u.group; }
@@ -43,7 +47,8 @@ void load_queries(const AttendUnit& u) {
     const char* q = u.q + (t * u.q_stride + std::int64_t{head} * dk) * bytes;
     for (std::int32_t d = 0; d < dk; d += kW) {
       const F x = load_as(u.dtype, q, d);
-      if (pairs) store_bf16(reinterpret_cast<char*>(u.scratch->q_pairs + row * (dk / 2)) + 2 * d, x);
+      if (pairs)
+        store_bf16(reinterpret_cast<char*>(u.scratch->q_pairs + row * (dk / 2)) + 2 * d, x);
       if (floats) store(u.scratch->q_floats + row * dk + d, x);
     }
   });

@@ -1,17 +1,17 @@
 // AttentionPlan: paged attention of one batch, prepared once and run for every layer.
 //
-//   prepare(batch)             validates, copies what it needs of the batch and cuts it into work units
-//   append(layer, k, v)        writes the new tokens' K and V into their pages
-//   attend(layer, q, out, lse) causal attention of every new token over its sequence's pages
+//   prepare(batch)             validates, copies what it needs of the batch and cuts it into work
+//   units append(layer, k, v)        writes the new tokens' K and V into their pages attend(layer,
+//   q, out, lse) causal attention of every new token over its sequence's pages
 //
-// Sequence s has q_len = cu_seqlens_q[s+1] - cu_seqlens_q[s] new tokens and context_lens[s] tokens in
-// KV, the new ones last: new token i is token context_len - q_len + i and sees all up to itself.
+// Sequence s has q_len = cu_seqlens_q[s+1] - cu_seqlens_q[s] new tokens and context_lens[s] tokens
+// in KV, the new ones last: new token i is token context_len - q_len + i and sees all up to itself.
 // A token that sees nothing (q_len > context_len) gets out = 0 and lse = -inf.
 //
 // Row invariance: a row's bits depend only on its query and its pages, at a given instruction set
 // level: not on the batch, the chunking, the page size or the number of threads.
-// Thread rules: one plan is used by one thread at a time; it runs on the ThreadPool it was made with.
-// The PagesView and the pool must outlive the plan. No memory is allocated after prepare().
+// Thread rules: one plan is used by one thread at a time; it runs on the ThreadPool it was made
+// with. The PagesView and the pool must outlive the plan. No memory is allocated after prepare().
 #pragma once
 
 #include <cstdint>
@@ -33,15 +33,15 @@ struct BatchArgs {
   const std::int32_t* context_lens = nullptr;  // [num_seqs], new tokens included
   const std::int32_t* block_table = nullptr;   // [num_seqs, max_pages] page ids
   std::int64_t max_pages = 0;
-  std::int64_t block_table_stride = 0;         // elements between rows
+  std::int64_t block_table_stride = 0;  // elements between rows
 };
 
 struct AttendArgs {
-  const void* q = nullptr;   // [tokens, num_q_heads, head_dim_k]
+  const void* q = nullptr;    // [tokens, num_q_heads, head_dim_k]
   std::int64_t q_stride = 0;  // elements between tokens; heads and dims contiguous
-  void* out = nullptr;       // [tokens, num_q_heads, head_dim_v]
+  void* out = nullptr;        // [tokens, num_q_heads, head_dim_v]
   std::int64_t out_stride = 0;
-  float* lse = nullptr;      // [tokens, num_q_heads] natural log, contiguous; may be null
+  float* lse = nullptr;        // [tokens, num_q_heads] natural log, contiguous; may be null
   DType dtype = DType::kBf16;  // of q and out, whatever the pages' format
 };
 

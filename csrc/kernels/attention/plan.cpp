@@ -55,7 +55,8 @@ Result<std::unique_ptr<AttentionPlan>> AttentionPlan::make(const PagesView* page
     return invalid_argument(text("num_q_heads=", num_q_heads,
                                  " must be a multiple of num_kv_heads=", pages->num_kv_heads));
   if (!(scale >= 0) || scale > 1e6)
-    return invalid_argument(text("scale=", scale, " is out of range: allowed 0 (1/sqrt(head_dim_k)) "
+    return invalid_argument(text("scale=", scale,
+                                 " is out of range: allowed 0 (1/sqrt(head_dim_k)) "
                                  "or above, up to 1e6"));
   if (scale == 0) scale = 1 / std::sqrt(static_cast<double>(pages->head_dim_k));
   const auto scale_log2 = static_cast<float>(scale * 1.4426950408889634);
@@ -75,9 +76,9 @@ Status AttentionPlan::validate(const BatchArgs& b) const {
                                    " is less than cu_seqlens_q[", s, "]=", b.cu_seqlens_q[s]));
     const std::int64_t context = b.context_lens[s];
     if (context < 0 || context > b.max_pages * page)
-      return invalid_argument(text("context_lens[", s, "]=", context, " is out of range: allowed 0 to ",
-                                   b.max_pages * page, " (max_pages=", b.max_pages,
-                                   " of page_size=", page, ")"));
+      return invalid_argument(text("context_lens[", s, "]=", context,
+                                   " is out of range: allowed 0 to ", b.max_pages * page,
+                                   " (max_pages=", b.max_pages, " of page_size=", page, ")"));
     const std::int32_t* row = b.block_table + s * b.block_table_stride;
     for (std::int64_t i = 0; i < ceil_div(context, page); ++i)
       if (row[i] < 0 || row[i] >= pages_->num_pages)
@@ -116,7 +117,8 @@ void AttentionPlan::cut(std::int64_t s) {
     const std::int64_t segments = ceil_div(seq.context_len, kSegmentTokens);
     const bool by_segment = few && segments > 1;
     // A short context on several threads is cut by heads instead.
-    const std::int64_t parts = few && !by_segment ? std::min<std::int64_t>(heads, num_threads()) : 1;
+    const std::int64_t parts =
+        few && !by_segment ? std::min<std::int64_t>(heads, num_threads()) : 1;
     for (std::int64_t i = 0; i < parts; ++i)
       add_unit({s, 0, seq.q_len, static_cast<std::int32_t>(heads * i / parts),
                 static_cast<std::int32_t>(heads * (i + 1) / parts), 0, 0, -1},
@@ -157,14 +159,15 @@ void AttentionPlan::add_unit(const Unit& unit, bool by_segment) {
 void AttentionPlan::reserve_scratch() {
   const std::int64_t rows = max_rows_, dk = pages_->head_dim_k, dv = pages_->head_dim_v;
   const auto round = [](std::int64_t floats) { return ceil_div(floats, 16) * 16; };
-  const std::int64_t sizes[] = {round(rows * dk),         round(rows * dk / 2), round(rows * dv),
-                                round(rows * dv),         round(rows),          round(rows * kMaxLanes),
-                                round(rows),              round(kStepTokens * (dk + dv))};
+  const std::int64_t sizes[] = {
+      round(rows * dk), round(rows * dk / 2),    round(rows * dv), round(rows * dv),
+      round(rows),      round(rows * kMaxLanes), round(rows),      round(kStepTokens * (dk + dv))};
   std::int64_t per_thread = 0;
   for (const std::int64_t n : sizes) per_thread += n;
   const std::int64_t total =
       16 + num_threads() * per_thread + round(partial_rows_ * dv) + round(partial_rows_);
-  if (static_cast<std::int64_t>(memory_.size()) < total) memory_.resize(static_cast<std::size_t>(total));
+  if (static_cast<std::int64_t>(memory_.size()) < total)
+    memory_.resize(static_cast<std::size_t>(total));
   float* next = memory_.data();
   next += (64 - reinterpret_cast<std::uintptr_t>(next) % 64) % 64 / sizeof(float);
   const auto take = [&next](std::int64_t n) { return std::exchange(next, next + n); };
@@ -188,7 +191,8 @@ void AttentionPlan::reserve_scratch() {
 Status AttentionPlan::append(std::int64_t layer, TokenRows k, TokenRows v, DType dtype) {
   const PagesView& p = *pages_;
   KVCORE_RETURN_IF_ERROR(check("layer", layer, 0, p.num_layers - 1));
-  const std::int64_t k_width = p.num_kv_heads * p.head_dim_k, v_width = p.num_kv_heads * p.head_dim_v;
+  const std::int64_t k_width = p.num_kv_heads * p.head_dim_k,
+                     v_width = p.num_kv_heads * p.head_dim_v;
   if (num_tokens_ > 1 && (k.stride < k_width || v.stride < v_width))
     return invalid_argument(text("token strides of k=", k.stride, " and v=", v.stride,
                                  " elements: expected at least ", k_width, " and ", v_width));
@@ -281,8 +285,10 @@ Status AttentionPlan::attend(std::int64_t layer, const AttendArgs& args) {
   KVCORE_ASSIGN_OR_RETURN(const KernelTable* table, kernel_table());
   const auto run = [&](ThreadPool::Function function) {
     Call call{this, table, static_cast<std::int32_t>(layer), &args};
-    if (threads_ == nullptr) function(&call, 0);
-    else threads_->run(function, &call);
+    if (threads_ == nullptr)
+      function(&call, 0);
+    else
+      threads_->run(function, &call);
   };
   run(run_units);
   if (!folds_.empty()) run(run_folds);

@@ -45,7 +45,8 @@ void find_pieces(const AttendUnit& u, std::int32_t h, std::int64_t start, std::i
     Piece& p = step.pieces[step.num_pieces++];
     p.first = static_cast<int>(i);
     p.lanes = static_cast<int>(at_most(page, kTokenBlock));
-    p.count = p.lanes;  // in_page is a multiple of lanes: steps and pages start at multiples of both
+    p.count =
+        p.lanes;  // in_page is a multiple of lanes: steps and pages start at multiples of both
     p.k_format = head.k_format;
     p.v_format = head.v_format;
     p.k = slice + head.k_offset_bytes;

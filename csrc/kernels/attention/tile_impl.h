@@ -1,7 +1,7 @@
 // The one inner loop of attention: c[M rows][16*T lanes] (+)= sum over k of a[m][k] * b[k][lanes].
-// QK: a = q, b rows = dims of the K block, lanes = tokens. PV: a = p, b rows = tokens, lanes = dims.
-// A row's operations and their order do not depend on M, T or the other rows: that, and steps and
-// segments at absolute positions, is what makes attention row invariant.
+// QK: a = q, b rows = dims of the K block, lanes = tokens. PV: a = p, b rows = tokens, lanes =
+// dims. A row's operations and their order do not depend on M, T or the other rows: that, and steps
+// and segments at absolute positions, is what makes attention row invariant.
 #pragma once
 
 namespace kvcore::kernels::KVCORE_ISA_NS {
@@ -72,9 +72,8 @@ void tile(const TileArgs& t) {
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j)
-      acc[m][j] = t.alpha == nullptr
-                      ? set1(0.f)
-                      : mul(load(t.c + m * t.c_stride + j * kW), set1(t.alpha[m]));
+      acc[m][j] = t.alpha == nullptr ? set1(0.f)
+                                     : mul(load(t.c + m * t.c_stride + j * kW), set1(t.alpha[m]));
   const char* a = static_cast<const char*>(t.a);
   const char* b = t.b;
   for (std::int64_t k = 0; k < t.k; ++k, a += a_bytes<Ops>(), b += t.b_stride)
@@ -100,11 +99,16 @@ template <class Ops>
 TileFn tile_of(int rows, int tiles) {
   if constexpr (kMaxRows == 6) {
     switch (rows) {
-      case 3: return tile_of<Ops, 3>(tiles);
-      case 4: return tile_of<Ops, 4>(tiles);
-      case 5: return tile_of<Ops, 5>(tiles);
-      case 6: return tile_of<Ops, 6>(tiles);
-      default: break;
+      case 3:
+        return tile_of<Ops, 3>(tiles);
+      case 4:
+        return tile_of<Ops, 4>(tiles);
+      case 5:
+        return tile_of<Ops, 5>(tiles);
+      case 6:
+        return tile_of<Ops, 6>(tiles);
+      default:
+        break;
     }
   }
   return rows == 1 ? tile_of<Ops, 1>(tiles) : tile_of<Ops, 2>(tiles);
@@ -112,9 +116,12 @@ TileFn tile_of(int rows, int tiles) {
 
 inline TileFn tile_of(Format format, int rows, int tiles) {
   switch (format) {
-    case Format::kF32: return tile_of<F32Ops>(rows, tiles);
-    case Format::kF16: return tile_of<F16Ops>(rows, tiles);
-    default: return tile_of<Bf16Ops>(rows, tiles);
+    case Format::kF32:
+      return tile_of<F32Ops>(rows, tiles);
+    case Format::kF16:
+      return tile_of<F16Ops>(rows, tiles);
+    default:
+      return tile_of<Bf16Ops>(rows, tiles);
   }
 }
 

@@ -10,8 +10,9 @@
 
 namespace kvcore::kernels {
 
-constexpr std::int64_t kStepTokens = 64;       // tokens of one online softmax step
-constexpr std::int64_t kSegmentTokens = 1024;  // tokens of one independent softmax, at absolute positions
+constexpr std::int64_t kStepTokens = 64;  // tokens of one online softmax step
+constexpr std::int64_t kSegmentTokens =
+    1024;  // tokens of one independent softmax, at absolute positions
 constexpr int kMaxLanes = 16;
 
 // Work memory of one thread; every pointer 64 B aligned. R = rows of the largest unit.
@@ -23,11 +24,11 @@ struct Scratch {
   float* m;                // [R] running maximum, base 2
   float* l;                // [R][kMaxLanes] running sums, one per lane
   float* lse_total;        // [R]
-  char* packed;            // [64][Dk + Dv] floats: pages kept in canonical layout, packed on the fly
+  char* packed;  // [64][Dk + Dv] floats: pages kept in canonical layout, packed on the fly
 };
 
-// Packs `count` tokens (16, 32 or 64) of a canonical head block, from token `first`, into blocks that
-// read like a page of `count` tokens: K [Dk/..][count].., V per dim block.
+// Packs `count` tokens (16, 32 or 64) of a canonical head block, from token `first`, into blocks
+// that read like a page of `count` tokens: K [Dk/..][count].., V per dim block.
 using PackTokens = void (*)(const char* k, const char* v, std::int64_t first, std::int64_t count,
                             std::int32_t head_dim_k, std::int32_t head_dim_v, Format k_format,
                             Format v_format, char* k_out, char* v_out);
@@ -38,21 +39,22 @@ struct AttendUnit {
   const PagesView* pages;
   const std::int32_t* block_row;  // [pages of the sequence]
   std::int32_t layer;
-  DType dtype;                // of q and out
-  const char* q;              // the sequence's token 0: [q_len][Hq][Dk]
-  std::int64_t q_stride;      // elements between tokens
-  char* out;                  // [q_len][Hq][Dv]
-  std::int64_t out_stride;    // elements between tokens
-  float* lse;                 // [q_len][Hq], or null
+  DType dtype;              // of q and out
+  const char* q;            // the sequence's token 0: [q_len][Hq][Dk]
+  std::int64_t q_stride;    // elements between tokens
+  char* out;                // [q_len][Hq][Dv]
+  std::int64_t out_stride;  // elements between tokens
+  float* lse;               // [q_len][Hq], or null
   std::int32_t num_q_heads;
-  std::int32_t group;         // q heads per KV head
+  std::int32_t group;  // q heads per KV head
   std::int64_t t0, t1;
   std::int32_t h0, h1;
   std::int64_t first_visible;  // tokens that token 0 of the sequence sees; may be <= 0
   std::int64_t segment0, segment1;
-  float scale_log2;            // softmax scale times log2(e)
-  bool k_pairs, k_floats;      // which forms of q the pages' K formats may ask for
-  // Null: fold the segments and write out. Otherwise [segment1 - segment0][rows][Dv] and [..][rows].
+  float scale_log2;        // softmax scale times log2(e)
+  bool k_pairs, k_floats;  // which forms of q the pages' K formats may ask for
+  // Null: fold the segments and write out. Otherwise [segment1 - segment0][rows][Dv] and
+  // [..][rows].
   float* partial_out;
   float* partial_lse;
   const Scratch* scratch;

@@ -23,10 +23,10 @@ struct Level {
 
 const std::vector<Level>& levels() {
   static const std::vector<Level> all = {
-      {KVCORE_LEVEL(scalar), true},
+    {KVCORE_LEVEL(scalar), true},
 #if defined(__x86_64__)
-      {KVCORE_LEVEL(avx2), cpu_features().avx2},
-      {KVCORE_LEVEL(avx512), cpu_features().avx512},
+    {KVCORE_LEVEL(avx2), cpu_features().avx2},
+    {KVCORE_LEVEL(avx512), cpu_features().avx512},
 #endif
   };
   return all;
@@ -41,9 +41,8 @@ std::string allowed() {
 Result<const KernelTable*> find(const char* field, std::string_view name) {
   for (const Level& level : levels())
     if (level.available && name == level.table.name) return &level.table;
-  return invalid_argument(
-      text(field, "='", name, "' is not an instruction set level of this machine: allowed ",
-           allowed()));
+  return invalid_argument(text(
+      field, "='", name, "' is not an instruction set level of this machine: allowed ", allowed()));
 }
 
 Result<const KernelTable*> initial() {

@@ -1,6 +1,6 @@
 // One table of kernels per instruction set level, and the level in use.
-// The level is chosen once from cpuid and KVCORE_ISA; set_isa() changes it for calls that start later
-// (tests run at every level). Thread rules: reading is free; set_isa() from any thread.
+// The level is chosen once from cpuid and KVCORE_ISA; set_isa() changes it for calls that start
+// later (tests run at every level). Thread rules: reading is free; set_isa() from any thread.
 #pragma once
 
 #include <string>

@@ -44,9 +44,12 @@ inline void store_value(char* p, std::int64_t i, float f) noexcept {
 template <class Fn>
 inline void visit_dtype(DType t, Fn fn) {
   switch (t) {
-    case DType::kF32: return fn(std::integral_constant<DType, DType::kF32>{});
-    case DType::kF16: return fn(std::integral_constant<DType, DType::kF16>{});
-    case DType::kBf16: return fn(std::integral_constant<DType, DType::kBf16>{});
+    case DType::kF32:
+      return fn(std::integral_constant<DType, DType::kF32>{});
+    case DType::kF16:
+      return fn(std::integral_constant<DType, DType::kF16>{});
+    case DType::kBf16:
+      return fn(std::integral_constant<DType, DType::kBf16>{});
   }
 }
 

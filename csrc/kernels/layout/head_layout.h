@@ -29,12 +29,15 @@ namespace detail {
 
 // Moves values between rows[i][d] and block[d * pitch + i]; kOut: out of the block.
 template <class T, bool kOut, class RowsT, class BlockT>
-void transpose(RowsT rows, BlockT* block, std::int64_t pitch, std::int64_t count, std::int64_t dims) {
+void transpose(RowsT rows, BlockT* block, std::int64_t pitch, std::int64_t count,
+               std::int64_t dims) {
   const auto cell = [&](std::int64_t d, std::int64_t i) {
     auto* in_row = rows.data + i * rows.stride_bytes + d * static_cast<std::int64_t>(sizeof(T));
     auto* in_block = block + (d * pitch + i) * static_cast<std::int64_t>(sizeof(T));
-    if constexpr (kOut) std::memcpy(in_row, in_block, sizeof(T));
-    else std::memcpy(in_block, in_row, sizeof(T));
+    if constexpr (kOut)
+      std::memcpy(in_row, in_block, sizeof(T));
+    else
+      std::memcpy(in_block, in_row, sizeof(T));
   };
   if (count == 1) {
     for (std::int64_t d = 0; d < dims; ++d) cell(d, 0);
@@ -46,8 +49,10 @@ void transpose(RowsT rows, BlockT* block, std::int64_t pitch, std::int64_t count
 
 template <bool kOut, class A, class B>
 void copy(A* row, B* block, std::int64_t bytes) {
-  if constexpr (kOut) std::memcpy(row, block, static_cast<std::size_t>(bytes));
-  else std::memcpy(block, row, static_cast<std::size_t>(bytes));
+  if constexpr (kOut)
+    std::memcpy(row, block, static_cast<std::size_t>(bytes));
+  else
+    std::memcpy(block, row, static_cast<std::size_t>(bytes));
 }
 
 template <bool kOut, class RowsT, class BlockT>
@@ -59,7 +64,8 @@ void move_canonical(const BlockShape& s, BlockT* block, std::int64_t first, std:
 }
 
 template <bool kOut, class RowsT, class BlockT>
-void move_k(const BlockShape& s, BlockT* block, std::int64_t first, std::int64_t count, RowsT rows) {
+void move_k(const BlockShape& s, BlockT* block, std::int64_t first, std::int64_t count,
+            RowsT rows) {
   const std::int64_t lanes = std::min(s.tokens, kTokenBlock);
   for (std::int64_t i = 0; i < count;) {
     const std::int64_t lane = (first + i) % lanes, n = std::min(count - i, lanes - lane);
@@ -75,7 +81,8 @@ void move_k(const BlockShape& s, BlockT* block, std::int64_t first, std::int64_t
 }
 
 template <bool kOut, class RowsT, class BlockT>
-void move_v(const BlockShape& s, BlockT* block, std::int64_t first, std::int64_t count, RowsT rows) {
+void move_v(const BlockShape& s, BlockT* block, std::int64_t first, std::int64_t count,
+            RowsT rows) {
   const std::int64_t bytes = size_of(s.format);
   for (std::int64_t d = 0; d < s.dim; d += kDimBlock) {
     const std::int64_t dims = std::min(s.dim - d, kDimBlock);
@@ -98,11 +105,14 @@ void move_v(const BlockShape& s, BlockT* block, std::int64_t first, std::int64_t
 enum class Part : std::uint8_t { kK, kV };
 
 template <bool kOut, class RowsT, class BlockT>
-void move_rows(Part part, const BlockShape& s, BlockT* block, std::int64_t first, std::int64_t count,
-               RowsT rows) {
-  if (s.layout == LayoutId::kCanonical) detail::move_canonical<kOut>(s, block, first, count, rows);
-  else if (part == Part::kK) detail::move_k<kOut>(s, block, first, count, rows);
-  else detail::move_v<kOut>(s, block, first, count, rows);
+void move_rows(Part part, const BlockShape& s, BlockT* block, std::int64_t first,
+               std::int64_t count, RowsT rows) {
+  if (s.layout == LayoutId::kCanonical)
+    detail::move_canonical<kOut>(s, block, first, count, rows);
+  else if (part == Part::kK)
+    detail::move_k<kOut>(s, block, first, count, rows);
+  else
+    detail::move_v<kOut>(s, block, first, count, rows);
 }
 
 }  // namespace kvcore::kernels

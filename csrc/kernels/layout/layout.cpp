@@ -9,7 +9,7 @@
 namespace kvcore::kernels {
 namespace {
 
-constexpr std::int64_t kChunk = 16;       // tokens converted at a time
+constexpr std::int64_t kChunk = 16;  // tokens converted at a time
 constexpr std::int64_t kMaxDim = 1024;
 
 struct SliceRef {
@@ -28,7 +28,8 @@ Status check(const char* field, std::int64_t value, std::int64_t low, std::int64
   return invalid_argument(text(field, "=", value, " is out of range: allowed ", low, " to ", high));
 }
 
-Status check_stride(const char* field, std::int64_t stride, std::int64_t width, std::int64_t tokens) {
+Status check_stride(const char* field, std::int64_t stride, std::int64_t width,
+                    std::int64_t tokens) {
   if (tokens <= 1 || stride >= width) return {};
   return invalid_argument(text(field, " has a token stride of ", stride,
                                " elements: expected at least num_kv_heads * head_dim = ", width));
@@ -131,13 +132,15 @@ Status append_kv(const PagesView& pages, std::int64_t layer, TokenRows k, TokenR
   const auto tokens = static_cast<std::int64_t>(slot_mapping.size());
   KVCORE_RETURN_IF_ERROR(check_head_dims(pages));
   KVCORE_RETURN_IF_ERROR(check("layer", layer, 0, pages.num_layers - 1));
-  KVCORE_RETURN_IF_ERROR(check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, tokens));
-  KVCORE_RETURN_IF_ERROR(check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, tokens));
+  KVCORE_RETURN_IF_ERROR(
+      check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, tokens));
+  KVCORE_RETURN_IF_ERROR(
+      check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, tokens));
   for (std::int64_t i = 0; i < tokens; ++i) {
     const std::int64_t slot = slot_mapping[static_cast<std::size_t>(i)];
     if (slot < -1 || slot >= slots)
-      return invalid_argument(text("slot_mapping[", i, "]=", slot, " is out of range: allowed -1 to ",
-                                   slots - 1));
+      return invalid_argument(
+          text("slot_mapping[", i, "]=", slot, " is out of range: allowed -1 to ", slots - 1));
   }
   const std::int64_t bytes = size_of(dtype);
   for (std::int64_t i = 0; i < tokens;) {
@@ -197,9 +200,9 @@ Status copy_pages(const PagesView& pages, std::span<const std::int64_t> from,
     KVCORE_RETURN_IF_ERROR(check("from", from[i], 0, pages.num_pages - 1));
     KVCORE_RETURN_IF_ERROR(check("to", to[i], 0, pages.num_pages - 1));
     if (pages.records[from[i]].class_id != pages.records[to[i]].class_id)
-      return invalid_argument(text("page ", from[i], " is of class ", pages.records[from[i]].class_id,
-                                   " and page ", to[i], " of class ",
-                                   pages.records[to[i]].class_id, ": expected the same class"));
+      return invalid_argument(
+          text("page ", from[i], " is of class ", pages.records[from[i]].class_id, " and page ",
+               to[i], " of class ", pages.records[to[i]].class_id, ": expected the same class"));
   }
   for (std::size_t i = 0; i < from.size(); ++i) {
     if (from[i] == to[i]) continue;

@@ -10,15 +10,15 @@
 namespace kvcore::kernels {
 
 struct MergeArgs {
-  const void* out_a = nullptr;  // [rows, dim] contiguous, normalised
+  const void* out_a = nullptr;   // [rows, dim] contiguous, normalised
   const float* lse_a = nullptr;  // [rows], natural log; -inf: the part is empty
   const void* out_b = nullptr;
   const float* lse_b = nullptr;
-  void* out = nullptr;           // [rows, dim]; may be out_a or out_b
-  float* lse = nullptr;          // [rows]; may be lse_a or lse_b
+  void* out = nullptr;   // [rows, dim]; may be out_a or out_b
+  float* lse = nullptr;  // [rows]; may be lse_a or lse_b
   std::int64_t rows = 0;
-  std::int64_t dim = 0;          // a multiple of 16, up to 1024
-  DType dtype = DType::kF32;     // of the three outs
+  std::int64_t dim = 0;       // a multiple of 16, up to 1024
+  DType dtype = DType::kF32;  // of the three outs
 };
 
 // A row whose one part is empty is the other part bit for bit; two empty parts give (0, -inf).

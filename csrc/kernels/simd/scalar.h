@@ -1,10 +1,12 @@
-// The portable vector type: four floats in GCC/Clang vector extensions, which every target lowers to
-// what its baseline has. No fused multiply-add, so that results agree between machines.
+// The portable vector type: four floats in GCC/Clang vector extensions, which every target lowers
+// to what its baseline has. No fused multiply-add, so that results agree between machines.
 //
-// All simd headers define the same names in their own namespace (the contract of the *_impl.h files):
+// All simd headers define the same names in their own namespace (the contract of the *_impl.h
+// files):
 //   F, kW (lanes), kVecs16 (vectors of 16 values), kMaxRows, kMaxTiles (register tile limits),
-//   kBf16Pairs (is the A operand of bf16 a pair of bf16, or two floats), arithmetic, reductions in a
-//   fixed order, exp2, loads and stores by element type, and F32Ops/F16Ops/Bf16Ops for tile_impl.h.
+//   kBf16Pairs (is the A operand of bf16 a pair of bf16, or two floats), arithmetic, reductions in
+//   a fixed order, exp2, loads and stores by element type, and F32Ops/F16Ops/Bf16Ops for
+//   tile_impl.h.
 #pragma once
 
 #include <cmath>
@@ -91,8 +93,8 @@ inline void store_f16(void* p, F v) {
 }
 
 struct F32Ops {
-  static constexpr int kParts = 1;        // multiply-adds per B row and lane
-  static constexpr int kBytes = 4;        // of one lane of a B row
+  static constexpr int kParts = 1;  // multiply-adds per B row and lane
+  static constexpr int kBytes = 4;  // of one lane of a B row
   static F part(const char* p, int) { return load_f32(p); }
 };
 struct F16Ops {
