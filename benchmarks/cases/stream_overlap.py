@@ -170,7 +170,7 @@ def measure(
 
 def run(context: Context) -> Iterator[Result]:
     """Lines of every link and pacing."""
-    prefill = Prefill(520 if context.quick else 1500)
+    prefill = Prefill(CHUNK if context.quick else 2 * CHUNK)
     pacings = (0.0, 1.0) if context.quick else (0.0, 2.0, 1.0, 0.5)
     with tempfile.TemporaryDirectory() as directory:
         for scheme in ("shm", "tcp"):
