@@ -113,15 +113,15 @@ class Prefill:
 
 
 def hand_over(receiver: Receiver, endpoint: stream.Endpoint, prefill: Prefill) -> Any:
-    """One prompt; the receiver's accounting of it."""
+    """One prompt; the receiver's accounting of it, and the seconds of its prefill."""
     grant = bytes.fromhex(receiver.ask(tokens=prefill.tokens)["grant"])
     n = -(-prefill.tokens // SPEC["page_size"])
     sender = endpoint.open(grant, prefill.pages[:n])
-    prefill.run(sender)
+    seconds = prefill.run(sender)
     sender.commit(b"token")
     stats = receiver.ask()
     endpoint.poll()
-    return stats
+    return {**stats, "prefill_s": seconds}
 
 
 def measure(
@@ -129,20 +129,22 @@ def measure(
 ) -> Iterator[Result]:
     """Both lines of every pacing over one link."""
     receiver = Receiver(address)
-    seconds = median([prefill.run(None) for _ in range(2)])
-    chunks = -(-prefill.tokens // CHUNK)
-    layer_s = seconds / (chunks * SPEC["num_layers"])
+    steps = -(-prefill.tokens // CHUNK) * SPEC["num_layers"]
     pages = -(-prefill.tokens // SPEC["page_size"])
     kv_bytes = pages * SPEC["num_layers"] * prefill.pool.spec.slice_bytes
+    prefill.run(None)
     for pacing in pacings:
-        rate = int(pacing * kv_bytes / seconds)
+        rate = int(pacing * kv_bytes / prefill.run(None))
         with stream.Endpoint(prefill.pool, key=KEY, pacing_bytes_per_s=rate) as endpoint:
             stats = [hand_over(receiver, endpoint, prefill) for _ in range(rounds)]
         arrived = [s["arrived_fraction"] for s in stats]
         exposed = [s["exposed_s"] for s in stats]
+        seconds = median([s["prefill_s"] for s in stats])
+        layer_s = seconds / steps
         params = {
             "transport": stats[0]["transport"],
             "pacing": pacing or "none",
+            "pacing_met": round(rate * seconds / kv_bytes, 2) or "none",
             "tokens": prefill.tokens,
             "layer_ms": round(layer_s * 1e3, 2),
             "production_mb_s": round(kv_bytes / seconds / 1e6, 1),
