@@ -216,15 +216,14 @@ def load(options: Mapping[str, Any], path: str | None = None) -> Config:
     """The configuration from a TOML file with command line options laid over it.
 
     Args:
-        options: keys ``model`` or ``section.field``; others (no such section) are ignored.
+        options: keys ``model`` or ``section.field``; keys without a section are not for us.
         path: TOML file; None takes ``KVCORE_CONFIG`` when that is set.
     """
     path = path or os.environ.get("KVCORE_CONFIG") or None
     tables: dict[str, Any] = dict(read_toml(path)) if path else {}
-    sections = {f.name for f in dataclasses.fields(Config)}
     for key, value in options.items():
         section, _, field = key.partition(".")
-        if section not in sections or value is None:
+        if value is None or not (field or key == "model"):
             continue
         if field:
             table = tables.setdefault(section, {})

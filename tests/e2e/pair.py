@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from kvcore import kernels
-from kvcore.pages import Pool
+from kvcore.pages import PageSpec, Pool
 from kvcore.stream import Endpoint, LoopbackHub
 from kvcore.worker.engine import Engine
 from kvcore.worker.handoff import DecodeEngine, PrefillEngine
@@ -22,6 +22,7 @@ from kvcore.worker.memory import PageMemory
 from kvcore.worker.request import Request
 
 VOCAB = 160
+EXTENT_PAGES = 2
 _ids = itertools.count(1)
 
 
@@ -55,13 +56,21 @@ def request(tokens: Sequence[int], max_tokens: int = 8, **options: Any) -> Reque
 
 
 def parts(model: Any, page_size: int, frames: int) -> tuple[Any, PageMemory, Any]:
-    pool = Pool(model.page_spec(page_size), frames, huge_pages=False)
-    config = model.config
+    config, own = model.config, model.page_spec(page_size)
+    spec = PageSpec(  # small frames, so that a sequence has several
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        page_size=page_size,
+        extent_pages=EXTENT_PAGES,
+        format=own.format,
+    )
+    pool = Pool(spec, frames, huge_pages=False)
     plan = kernels.AttentionPlan(pool, config.num_q_heads, config.attention_scale)
     return model, PageMemory(pool), plan
 
 
-def make_mono(model: Any, page_size: int = 16, frames: int = 16, **options: Any) -> Engine:
+def make_mono(model: Any, page_size: int = 16, frames: int = 64, **options: Any) -> Engine:
     return Engine(*parts(model, page_size, frames), **options)
 
 
@@ -115,7 +124,7 @@ class Pair:
         model: Any,
         link: str = "loopback",
         page_size: int = 16,
-        frames: int = 16,
+        frames: int = 64,
         decode_frames: int = 0,
         directory: Path | None = None,
         decode_endpoint: dict[str, Any] | None = None,
