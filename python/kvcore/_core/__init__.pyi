@@ -1,12 +1,11 @@
 # Types of the extension module; each csrc/bindings/bind_<room>.cpp has its stub beside this file.
 from . import base as base
 from . import kernels as kernels
+from . import keys as keys
 from . import ops as ops
 from . import pages as pages
-from . import probe as probe
-from . import keys as keys
-from . import pages as pages
 from . import prefix as prefix
+from . import probe as probe
 from . import sched as sched
 from . import stream as stream
 
