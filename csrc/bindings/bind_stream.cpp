@@ -70,14 +70,11 @@ std::unique_ptr<transport::Transport> make_transport(const std::shared_ptr<Loopb
   return unwrap(transport::make_transport(std::move(options)));
 }
 
-std::unique_ptr<Endpoint> make_endpoint(std::shared_ptr<pages::Pool> pool,
-                                        const std::vector<std::string>& listen,
-                                        const py::bytes& key, const std::string& identity,
-                                        int checksums, std::uint64_t pacing_bytes_per_s,
-                                        std::int64_t max_inflight_bytes,
-                                        std::int64_t max_write_bytes, bool allow_fallback,
-                                        double keepalive_s, std::shared_ptr<LoopbackHub> hub,
-                                        std::int64_t flip_slice) {
+std::unique_ptr<Endpoint> make_endpoint(
+    std::shared_ptr<pages::Pool> pool, const std::vector<std::string>& listen, const py::bytes& key,
+    const std::string& identity, int checksums, std::uint64_t pacing_bytes_per_s,
+    std::int64_t max_inflight_bytes, std::int64_t max_write_bytes, bool allow_fallback,
+    double keepalive_s, std::shared_ptr<LoopbackHub> hub, std::int64_t flip_slice) {
   transport::TransportOptions t;
   t.key = std::string(key);
   t.identity = identity;
@@ -188,13 +185,14 @@ void bind_endpoint(py::module_& m) {
       .def("grant", &grant, py::arg("request_id"), py::arg("pages"), py::arg("num_tokens"),
            py::arg("first_token") = 0, py::arg("deadline_s") = 60.0)
       .def("open", &open, py::arg("grant"), py::arg("pages"))
-      .def("release",
-           [](Endpoint& ep, const py::bytes& request_id) {
-             const RequestId id = request_id_of(request_id);
-             const py::gil_scoped_release release;
-             return unwrap(ep.release(id));
-           },
-           py::arg("request_id"))
+      .def(
+          "release",
+          [](Endpoint& ep, const py::bytes& request_id) {
+            const RequestId id = request_id_of(request_id);
+            const py::gil_scoped_release release;
+            return unwrap(ep.release(id));
+          },
+          py::arg("request_id"))
       .def("_poll", &poll)
       .def("_stats", &endpoint_stats)
       .def("close",
@@ -222,42 +220,49 @@ ErrorCode abort_code(const std::string& name) {
 
 void bind_sender(py::module_& m) {
   py::class_<SendPort, std::shared_ptr<SendPort>>(m, "Sender")
-      .def("publish",
-           [](SendPort& s, std::int32_t layer, std::int32_t first, std::int32_t count,
-              std::int32_t valid) { unwrap(s.publish(layer, first, count, valid)); },
-           py::arg("layer"), py::arg("first_page"), py::arg("num_pages"),
-           py::arg("valid_tokens_in_last"))
-      .def("publish_upto",
-           [](SendPort& s, std::int32_t layer, std::int64_t end) { unwrap(s.publish_upto(layer, end)); },
-           py::arg("layer"), py::arg("end_token"))
-      .def("push_cached",
-           [](SendPort& s, std::int32_t first, std::int32_t count) {
-             unwrap(s.push_cached(first, count));
-           },
-           py::arg("first_page"), py::arg("num_pages"))
+      .def(
+          "publish",
+          [](SendPort& s, std::int32_t layer, std::int32_t first, std::int32_t count,
+             std::int32_t valid) { unwrap(s.publish(layer, first, count, valid)); },
+          py::arg("layer"), py::arg("first_page"), py::arg("num_pages"),
+          py::arg("valid_tokens_in_last"))
+      .def(
+          "publish_upto",
+          [](SendPort& s, std::int32_t layer, std::int64_t end) {
+            unwrap(s.publish_upto(layer, end));
+          },
+          py::arg("layer"), py::arg("end_token"))
+      .def(
+          "push_cached",
+          [](SendPort& s, std::int32_t first, std::int32_t count) {
+            unwrap(s.push_cached(first, count));
+          },
+          py::arg("first_page"), py::arg("num_pages"))
       .def("mark", [](SendPort& s) { s.mark(transport::now_ns()); })
-      .def("commit",
-           [](SendPort& s, const py::bytes& payload) {
-             unwrap(s.commit(from_bytes(payload), transport::now_ns()));
-           },
-           py::arg("payload") = py::bytes())
-      .def("abort",
-           [](SendPort& s, std::string reason, const std::string& code) {
-             s.abort(abort_code(code), std::move(reason));
-           },
-           py::arg("reason") = "cancelled", py::arg("code") = "Cancelled")
-      .def_property_readonly("request_id",
-                             [](const SendPort& s) { return to_bytes(s.id().bytes); })
+      .def(
+          "commit",
+          [](SendPort& s, const py::bytes& payload) {
+            unwrap(s.commit(from_bytes(payload), transport::now_ns()));
+          },
+          py::arg("payload") = py::bytes())
+      .def(
+          "abort",
+          [](SendPort& s, std::string reason, const std::string& code) {
+            s.abort(abort_code(code), std::move(reason));
+          },
+          py::arg("reason") = "cancelled", py::arg("code") = "Cancelled")
+      .def_property_readonly("request_id", [](const SendPort& s) { return to_bytes(s.id().bytes); })
       .def_property_readonly("state",
                              [](const SendPort& s) { return state_name(s.progress().state); })
-      .def_property_readonly("error",
-                             [](const SendPort& s) -> std::optional<std::pair<std::string, std::string>> {
-                               const auto p = s.progress();
-                               if (p.status) return std::nullopt;
-                               return std::pair(name_of(p.status.error().code),
-                                                p.status.error().message);
-                             })
-      .def_property_readonly("bytes_sent", [](const SendPort& s) { return s.progress().acked_bytes; })
+      .def_property_readonly(
+          "error",
+          [](const SendPort& s) -> std::optional<std::pair<std::string, std::string>> {
+            const auto p = s.progress();
+            if (p.status) return std::nullopt;
+            return std::pair(name_of(p.status.error().code), p.status.error().message);
+          })
+      .def_property_readonly("bytes_sent",
+                             [](const SendPort& s) { return s.progress().acked_bytes; })
       .def_property_readonly("transport", [](const SendPort& s) { return s.progress().transport; })
       .def_property_readonly("all_published", &SendPort::all_published)
       .def_property_readonly("first_token", &SendPort::first_token)
@@ -284,12 +289,10 @@ void run(LayerStep& step, std::int64_t layer, Address q, std::int64_t q_stride, 
   }
   const auto& plan = step.plan();
   const std::int64_t n = plan.num_tokens();
-  const kernels::AttendArgs args{pointer<const void>("q", q, n),
-                                 q_stride,
-                                 pointer<void>("out", out, n),
-                                 std::int64_t{plan.num_q_heads()} * plan.pages().head_dim_v,
-                                 reinterpret_cast<float*>(lse),
-                                 static_cast<DType>(dtype)};
+  const kernels::AttendArgs args{
+      pointer<const void>("q", q, n), q_stride,
+      pointer<void>("out", out, n),   std::int64_t{plan.num_q_heads()} * plan.pages().head_dim_v,
+      reinterpret_cast<float*>(lse),  static_cast<DType>(dtype)};
   const kernels::TokenRows k_rows{pointer<const char>("k", k, n), k_stride};
   const kernels::TokenRows v_rows{pointer<const char>("v", v, n), v_stride};
   const py::gil_scoped_release release;
@@ -323,18 +326,21 @@ void bind_stream(py::module_ m) {
   bind_endpoint(m);
   bind_sender(m);
   bind_layer_step(m);
-  m.def("describe_grant", [](const py::bytes& bytes) {
-    const auto g = unwrap(stream::StreamGrant::decode(from_bytes(bytes)));
-    py::dict d;
-    d["request_id"] = to_bytes(g.request_id.bytes);
-    d["first_token"] = g.first_token;
-    d["num_tokens"] = g.num_tokens;
-    d["num_pages"] = g.pages.size();
-    d["kv_bytes"] = g.shape().kv_bytes();
-    d["ttl_s"] = static_cast<double>(g.ttl_ns) / kNsPerSecond;
-    d["addresses"] = g.addresses;
-    return d;
-  }, py::arg("grant"));
+  m.def(
+      "describe_grant",
+      [](const py::bytes& bytes) {
+        const auto g = unwrap(stream::StreamGrant::decode(from_bytes(bytes)));
+        py::dict d;
+        d["request_id"] = to_bytes(g.request_id.bytes);
+        d["first_token"] = g.first_token;
+        d["num_tokens"] = g.num_tokens;
+        d["num_pages"] = g.pages.size();
+        d["kv_bytes"] = g.shape().kv_bytes();
+        d["ttl_s"] = static_cast<double>(g.ttl_ns) / kNsPerSecond;
+        d["addresses"] = g.addresses;
+        return d;
+      },
+      py::arg("grant"));
 }
 
 }  // namespace kvcore::bindings

@@ -12,8 +12,9 @@ void bind_kernels(py::module_ m);
 void bind_elementwise(py::module_ m);
 void bind_ops(py::module_ m);
 void bind_pages(py::module_ m);
-void bind_wire(py::module_ m);
 void bind_prefix(py::module_ m);
+void bind_sched(py::module_ m);
+void bind_wire(py::module_ m);
 void bind_probe(py::module_ m);
 void bind_stream(py::module_ m);
 }  // namespace kvcore::bindings
@@ -29,8 +30,9 @@ PYBIND11_MODULE(_core, m) {
   bind_elementwise(m.attr("kernels"));
   bind_ops(m.def_submodule("ops"));
   bind_pages(m.def_submodule("pages"));
-  bind_wire(m.def_submodule("wire"));
   bind_prefix(m.def_submodule("prefix"));
+  bind_sched(m.def_submodule("sched"));
+  bind_wire(m.def_submodule("wire"));
   bind_probe(m.def_submodule("probe"));
   bind_stream(m.def_submodule("stream"));
 }

@@ -74,8 +74,7 @@ Status SequencePages::replace_prefix(std::span<const std::int32_t> pages) {
 }
 
 void SequencePages::release() {
-  if (released_) return;
-  released_ = true;
+  if (released_.exchange(true)) return;
   // Cannot fail while the invariant holds; a broken count must not take the process down here, and
   // the pool has refused it without changing anything.
   (void)pool_->decref(pages_);

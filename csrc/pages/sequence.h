@@ -3,9 +3,10 @@
 // drops the owner refs, the others do nothing.
 //
 // Invariants: holds exactly one owner ref of each entry of pages(); num_tokens <= capacity.
-// Thread rules: one thread; the pool underneath is thread-safe. Units: tokens, pages.
+// Thread rules: one thread, except release(), of which the first of any threads wins. Units: tokens, pages.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -49,7 +50,7 @@ class SequencePages {
   std::shared_ptr<Pool> pool_;
   std::vector<std::int32_t> pages_;
   std::int64_t num_tokens_ = 0;
-  bool released_ = false;
+  std::atomic<bool> released_ = false;
 };
 
 }  // namespace kvcore::pages

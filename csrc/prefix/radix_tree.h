@@ -79,7 +79,9 @@ class RadixTree {
   std::int64_t clear();
 
   RadixStats stats() const;
-  PrefixEvents drain_events() { return events_.drain(); }
+  PageEvents drain_events() { return page_log_.drain(); }
+  // The same by key; empty without a secret.
+  KeyEvents drain_keys() { return key_log_.drain(); }
   // Keys of all pages now in the tree, for a snapshot; empty without a secret.
   std::vector<pages::Key> keys() const;
 
@@ -135,7 +137,8 @@ class RadixTree {
   std::unordered_multimap<std::uint64_t, Node*> edges_;  // by edge_hash; compared fully on look-up
   std::set<std::pair<std::int64_t, NodeId>> leaves_;     // evictable leaves by (used, id)
   std::vector<std::uint8_t> in_tree_;                    // [num_pages of the pool]
-  EventLog events_;
+  PageLog page_log_;
+  KeyLog key_log_;
   NodeId next_id_ = 1;
   std::int64_t tick_ = 0;
   std::int64_t num_pages_ = 0;

@@ -20,10 +20,8 @@ static_assert(std::endian::native == std::endian::little, "the encoding copies h
 class ByteWriter {
  public:
   template <class T>
-    requires std::is_integral_v<T>
-  void put(T value) {
-    append(&value, sizeof(value));
-  }
+  requires std::is_integral_v<T>
+  void put(T value) { append(&value, sizeof(value)); }
   void put_raw(std::span<const std::byte> bytes) { append(bytes.data(), bytes.size()); }
   void put_bytes(std::span<const std::byte> bytes) {
     put(static_cast<std::uint32_t>(bytes.size()));
@@ -44,8 +42,7 @@ class ByteReader {
  public:
   explicit ByteReader(std::span<const std::byte> in) : in_(in) {}
   template <class T>
-    requires std::is_integral_v<T>
-  T get() {
+  requires std::is_integral_v<T> T get() {
     T value{};
     const auto part = get_raw(sizeof(T));
     if (ok_) std::memcpy(&value, part.data(), sizeof(T));

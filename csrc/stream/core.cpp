@@ -6,18 +6,6 @@
 #include "base/text.h"
 
 namespace kvcore::stream {
-namespace {
-
-std::string scheme_part(const std::string& address) {
-  return address.substr(0, address.find(':'));
-}
-
-int preference(const std::string& scheme) {
-  return scheme == "loopback" ? 0 : scheme == "shm" ? 1 : scheme == "tcp" ? 2 : -1;
-}
-
-}  // namespace
-
 Core::Core(std::shared_ptr<pages::Pool> pool, transport::Transport* transport,
            std::shared_ptr<Inbox> inbox, StreamOptions options, transport::RegionId region)
     : pool_(std::move(pool)),
@@ -68,8 +56,7 @@ Placement Core::placement_of(std::span<const std::int32_t> pages) const {
   return out;
 }
 
-Result<std::vector<std::byte>> Core::grant(const RequestId& id,
-                                           std::span<const std::int32_t> pages,
+Result<std::vector<std::byte>> Core::grant(const RequestId& id, std::span<const std::int32_t> pages,
                                            std::int64_t first_token, std::int64_t num_tokens,
                                            std::int64_t now_ns, std::int64_t deadline_ns) {
   if (closed_) return Error{ErrorCode::kCancelled, "the endpoint is closed"};
@@ -78,7 +65,8 @@ Result<std::vector<std::byte>> Core::grant(const RequestId& id,
     return invalid_argument(text("request_id=", to_hex(id), " holds a grant already"));
   }
   if (deadline_ns <= now_ns) return invalid_argument("deadline must lie in the future");
-  if (addresses_.empty()) return invalid_argument("this endpoint listens nowhere: no address to grant");
+  if (addresses_.empty())
+    return invalid_argument("this endpoint listens nowhere: no address to grant");
   StreamGrant g;
   g.request_id = id;
   g.spec = pool_->spec().options();
@@ -116,8 +104,8 @@ Result<std::shared_ptr<SendPort>> Core::open(std::span<const std::byte> bytes,
   KVCORE_RETURN_IF_ERROR(check_layout(pool_->spec().options(), g.spec));
   KVCORE_RETURN_IF_ERROR(check_pages(pages));
   if (pages.size() != g.pages.size()) {
-    return invalid_argument(text("pages: ", pages.size(), " given, but the grant has ",
-                                 g.pages.size()));
+    return invalid_argument(
+        text("pages: ", pages.size(), " given, but the grant has ", g.pages.size()));
   }
   if (sender_of_.contains(g.request_id)) {
     return invalid_argument(text("request_id=", to_hex(g.request_id), " is being sent already"));
@@ -132,15 +120,15 @@ Result<std::shared_ptr<SendPort>> Core::open(std::span<const std::byte> bytes,
   const std::uint64_t id = next_sender_++;
   auto port = std::make_shared<SendPort>(id, g.request_id, g.shape(), g.first_token, &pool_->view(),
                                          inbox_);
-  auto [it, fresh] = outgoing_.emplace(
-      id, Outgoing{Sender(g.request_id, g.shape(), g.grant, local_host_id(), now_ns + g.ttl_ns,
-                          options_.limits),
-                   {pages.begin(), pages.end()},
-                   placement_of(pages),
-                   g.placement(),
-                   g.grant,
-                   port,
-                   std::nullopt});
+  auto [it, fresh] =
+      outgoing_.emplace(id, Outgoing{Sender(g.request_id, g.shape(), g.grant, local_host_id(),
+                                            now_ns + g.ttl_ns, options_.limits),
+                                     {pages.begin(), pages.end()},
+                                     placement_of(pages),
+                                     g.placement(),
+                                     g.grant,
+                                     port,
+                                     std::nullopt});
   sender_of_.emplace(g.request_id, id);
   attach(id, it->second, *peer);
   settle_sender(id);
@@ -170,8 +158,7 @@ void Core::mark(std::uint64_t sender, std::int64_t at_ns) {
   settle_sender(sender);
 }
 
-void Core::commit(std::uint64_t sender, const std::vector<std::byte>& payload,
-                  std::int64_t at_ns) {
+void Core::commit(std::uint64_t sender, const std::vector<std::byte>& payload, std::int64_t at_ns) {
   const auto it = outgoing_.find(sender);
   if (it == outgoing_.end()) return;
   it->second.machine.commit(payload, at_ns);
@@ -183,100 +170,6 @@ void Core::abort(std::uint64_t sender, const Error& error) {
   if (it == outgoing_.end()) return;
   it->second.machine.abort(error);
   settle_sender(sender);
-}
-
-// ---- peers
-
-std::string Core::scheme_of(transport::LinkId link) const {
-  const auto l = transport_->link(link);
-  return l ? l->info().scheme : std::string();
-}
-
-Result<transport::LinkId> Core::peer_for(const StreamGrant& grant) {
-  std::vector<std::string> usable;
-  const bool same_host = grant.host == local_host_id();
-  for (const std::string& a : grant.addresses) {
-    const std::string scheme = scheme_part(a);
-    if (preference(scheme) < 0 || (scheme == "shm" && !same_host)) continue;
-    usable.push_back(a);
-  }
-  std::stable_sort(usable.begin(), usable.end(), [](const auto& a, const auto& b) {
-    return preference(scheme_part(a)) < preference(scheme_part(b));
-  });
-  if (usable.empty()) {
-    return Error{ErrorCode::kUnsupported,
-                 "grant: none of its addresses can be used from this host"};
-  }
-  if (!options_.allow_fallback) usable.resize(1);
-  for (const auto& [link, peer] : peers_) {
-    if (std::find(usable.begin(), usable.end(), peer.address) != usable.end()) return link;
-  }
-  return connect(std::move(usable));
-}
-
-Result<transport::LinkId> Core::connect(std::vector<std::string> addresses) {
-  std::string failures;
-  while (!addresses.empty()) {
-    const std::string address = addresses.front();
-    addresses.erase(addresses.begin());
-    auto link = transport_->connect(address);
-    if (link) {
-      const transport::LinkId id = (*link)->id();
-      peers_.emplace(id, Peer{std::move(link).value(), address, scheme_part(address),
-                              std::move(addresses), false, {}});
-      return id;
-    }
-    failures += text(failures.empty() ? "" : "; ", address, ": ", link.error().message);
-    if (addresses.empty()) return Error{link.error().code, failures};
-    ++stats_.fallbacks;
-  }
-  return Error{ErrorCode::kInternal, "no address to connect to"};
-}
-
-void Core::attach(std::uint64_t id, Outgoing& out, transport::LinkId link) {
-  Peer& peer = peers_.at(link);
-  peer.senders.insert(id);
-  out.peer = link;
-  if (peer.up) out.machine.on_up();
-}
-
-void Core::on_up(const transport::Up& up) {
-  const auto it = peers_.find(up.link);
-  if (it == peers_.end()) return;  // accepted links make themselves known by an open message
-  it->second.up = true;
-  for (const std::uint64_t id : std::set(it->second.senders)) {
-    outgoing_.at(id).machine.on_up();
-    settle_sender(id);
-  }
-}
-
-void Core::on_down(const transport::Down& down, std::int64_t now_ns) {
-  Error error = down.status ? Error{ErrorCode::kPeerDead, "the peer closed the link"}
-                            : down.status.error();
-  std::vector<RequestId> receiving;
-  for (const auto& [id, in] : incoming_) receiving.push_back(id);
-  for (const RequestId& id : receiving) {
-    incoming_.at(id).machine.on_down(down.link, error, now_ns);
-    settle_receiver(id);
-  }
-  auto peer = peers_.extract(down.link);
-  if (!peer) return;
-  const auto senders = std::exchange(peer.mapped().senders, {});
-  error.message = text(peer.mapped().address, ": ", error.message);
-  if (!peer.mapped().up && !peer.mapped().left.empty()) {
-    ++stats_.fallbacks;
-    auto next = connect(std::move(peer.mapped().left));
-    if (next) {
-      for (const std::uint64_t id : senders) attach(id, outgoing_.at(id), *next);
-      return;
-    }
-    error.message += "; " + next.error().message;
-  }
-  for (const std::uint64_t id : senders) {
-    outgoing_.at(id).peer.reset();
-    outgoing_.at(id).machine.on_down(error);
-    settle_sender(id);
-  }
 }
 
 // ---- events
@@ -295,8 +188,8 @@ Status Core::check_run(const Incoming& in, const SliceRun& run, const std::strin
   const bool every = options_.checksums == Checksums::kAll ||
                      (options_.checksums == Checksums::kSampled && scheme == "tcp");
   for (std::int32_t slot = run.first; slot < run.first + run.count; ++slot) {
-    const bool sampled = options_.checksums == Checksums::kSampled &&
-                         (run.layer + slot) % kSampleEvery == 0;
+    const bool sampled =
+        options_.checksums == Checksums::kSampled && (run.layer + slot) % kSampleEvery == 0;
     std::byte* slice = pool_->slice(in.pages[static_cast<std::size_t>(slot)], run.layer);
     KVCORE_RETURN_IF_ERROR(check_slice(
         {slice, static_cast<std::size_t>(shape.slice_bytes)},
@@ -471,11 +364,17 @@ void Core::settle_receiver(const RequestId& id) {
     } else if (auto* done = std::get_if<Receiver::Complete>(&action)) {
       ++stats_.completed;
       stats_.bytes_received += done->stats.bytes;
-      events_.push_back({StreamEvent::Kind::kComplete, id, std::move(done->payload),
-                         {ErrorCode::kInternal, {}}, std::move(done->stats)});
+      events_.push_back({StreamEvent::Kind::kComplete,
+                         id,
+                         std::move(done->payload),
+                         {ErrorCode::kInternal, {}},
+                         std::move(done->stats)});
     } else if (auto* failed = std::get_if<Receiver::Failed>(&action)) {
       ++stats_.receive_failed;
-      events_.push_back({StreamEvent::Kind::kReceiveFailed, id, {}, std::move(failed->error),
+      events_.push_back({StreamEvent::Kind::kReceiveFailed,
+                         id,
+                         {},
+                         std::move(failed->error),
                          std::move(failed->stats)});
     }
   }
@@ -506,7 +405,10 @@ void Core::settle_sender(std::uint64_t id) {
       io_release(out.pages);
     } else if (auto* e = std::get_if<Sender::Ended>(&action)) {
       StreamEvent event{e->status ? StreamEvent::Kind::kSent : StreamEvent::Kind::kSendFailed,
-                        out.machine.id(), {}, {ErrorCode::kInternal, {}}, {}};
+                        out.machine.id(),
+                        {},
+                        {ErrorCode::kInternal, {}},
+                        {}};
       if (!e->status) event.error = e->status.error();
       ++(e->status ? stats_.sent : stats_.send_failed);
       if (e->status) stats_.bytes_sent += e->bytes;
@@ -527,7 +429,7 @@ void Core::settle_sender(std::uint64_t id) {
 
 void Core::send(transport::LinkId link, const StreamMessage& message) {
   const auto l = transport_->link(link);
-  if (!l) return;  // its Down is queued and ends the hand-over
+  if (!l) return;                              // its Down is queued and ends the hand-over
   if (!l->send(message.encode())) l->close();  // a message lost is a hand-over stuck: end it now
 }
 
@@ -552,7 +454,8 @@ void Core::close(std::int64_t now_ns) {
   while (!incoming_.empty()) release(RequestId(incoming_.begin()->first), now_ns);
   std::vector<std::uint64_t> sending;
   for (const auto& [id, out] : outgoing_) sending.push_back(id);
-  for (const std::uint64_t id : sending) abort(id, {ErrorCode::kCancelled, "the endpoint was closed"});
+  for (const std::uint64_t id : sending)
+    abort(id, {ErrorCode::kCancelled, "the endpoint was closed"});
   transport_->close();  // completes every write that is still posted
   std::vector<transport::Event> events;
   while (transport_->poll(&events) > 0) {

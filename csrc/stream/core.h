@@ -1,11 +1,12 @@
-// Core: all hand-overs of one worker, driven by one thread. It joins the state machines (receiver.h,
-// sender.h) with a Transport and a Pool: carries out their actions, routes events to them, keeps one
-// link per peer, posts writes within the limits, and gives io refs back exactly once.
+// Core: all hand-overs of one worker, driven by one thread. It joins the state machines
+// (receiver.h, sender.h) with a Transport and a Pool: carries out their actions, routes events to
+// them, keeps one link per peer, posts writes within the limits, and gives io refs back exactly
+// once.
 //
 // Fence before free: a receiver's pages lose their io refs only after revoke_grant has returned; a
 // sender's only after every posted write has its completion.
-// A grant lists several addresses. shm ones count only on the receiver's host and are preferred; the
-// first that counts is used. If it cannot be reached the hand-over fails and says so, unless
+// A grant lists several addresses. shm ones count only on the receiver's host and are preferred;
+// the first that counts is used. If it cannot be reached the hand-over fails and says so, unless
 // allow_fallback lets the next address be tried (then counted in stats().fallbacks).
 // Thread rules: one thread. Time comes in as an argument. Units: bytes, nanoseconds.
 #pragma once
@@ -53,9 +54,10 @@ struct CoreStats {
   std::int64_t receiving = 0, sending = 0;  // now
   std::int64_t completed = 0, receive_failed = 0, released = 0, sent = 0, send_failed = 0;
   std::int64_t bytes_received = 0, bytes_sent = 0;  // of completed and sent hand-overs
-  std::int64_t dropped = 0;    // events for unknown or finished hand-overs, messages that do not parse
-  std::int64_t fallbacks = 0;  // connections made to another address than the preferred one
-  std::int64_t refs_lost = 0;  // must stay 0: io refs the pool refused to take back
+  std::int64_t dropped =
+      0;  // events for unknown or finished hand-overs, messages that do not parse
+  std::int64_t fallbacks = 0;      // connections made to another address than the preferred one
+  std::int64_t refs_lost = 0;      // must stay 0: io refs the pool refused to take back
   std::vector<std::string> links;  // addresses of the outgoing links that are up
 };
 
@@ -88,7 +90,8 @@ class Core {
   std::int64_t next_deadline_ns() const;  // 0 = none
   std::vector<StreamEvent> take_events();
   CoreStats stats() const;
-  // Ends everything: receivers released, senders aborted, the transport closed, all refs given back.
+  // Ends everything: receivers released, senders aborted, the transport closed, all refs given
+  // back.
   void close(std::int64_t now_ns);
 
  private:
@@ -153,7 +156,7 @@ class Core {
   std::map<std::uint64_t, Outgoing> outgoing_;
   std::map<RequestId, std::uint64_t> sender_of_;
   std::map<std::pair<transport::LinkId, transport::OpId>, std::uint64_t> ops_;  // posted writes
-  std::map<transport::LinkId, Peer> peers_;  // outgoing links
+  std::map<transport::LinkId, Peer> peers_;                                     // outgoing links
   std::uint64_t next_sender_ = 1;
   std::vector<StreamEvent> events_;
   CoreStats stats_;

@@ -62,8 +62,7 @@ Result<T> Endpoint::call(std::function<Result<T>(Core&)> f) {
   return future.get();
 }
 
-Result<std::vector<std::byte>> Endpoint::grant(const RequestId& id,
-                                               std::vector<std::int32_t> pages,
+Result<std::vector<std::byte>> Endpoint::grant(const RequestId& id, std::vector<std::int32_t> pages,
                                                std::int64_t first_token, std::int64_t num_tokens,
                                                std::int64_t deadline_ns) {
   return call<std::vector<std::byte>>([&](Core& core) {

@@ -1,8 +1,8 @@
 // Endpoint: a Core with its own I/O thread; one per worker process. Calls from other threads go to
 // the I/O thread through the inbox; grant, open and release wait for its answer (tens of
 // microseconds), publishing does not. Events collect in a queue with an eventfd for asyncio.
-// Thread rules: every method from any thread but the I/O thread itself. close() ends all hand-overs and
-// joins the thread; ports may outlive the endpoint (their calls then do nothing).
+// Thread rules: every method from any thread but the I/O thread itself. close() ends all hand-overs
+// and joins the thread; ports may outlive the endpoint (their calls then do nothing).
 #pragma once
 
 #include <atomic>

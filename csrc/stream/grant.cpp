@@ -17,8 +17,8 @@ constexpr std::int64_t kMaxTokens = std::int64_t{1} << 40;
 Error corrupt(const std::string& why) { return {ErrorCode::kCorrupt, text("grant: ", why)}; }
 
 void put_spec(ByteWriter& w, const pages::PageSpecOptions& s) {
-  for (const std::int32_t v : {s.num_layers, s.num_kv_heads, s.head_dim_k, s.head_dim_v,
-                               s.page_size, s.extent_pages}) {
+  for (const std::int32_t v :
+       {s.num_layers, s.num_kv_heads, s.head_dim_k, s.head_dim_v, s.page_size, s.extent_pages}) {
     w.put(v);
   }
   w.put(static_cast<std::uint8_t>(s.format));
@@ -70,8 +70,10 @@ Status StreamGrant::check() const {
   }
   KVCORE_RETURN_IF_ERROR(check_range(g, *spec));
   for (const GrantPage& p : g.pages) {
-    if (p.page < 0 || p.offset_bytes < 0 || p.offset_bytes > kMaxOffset || p.offset_bytes % 64 != 0) {
-      return corrupt(text("page ", p.page, " at offset_bytes=", p.offset_bytes, " is out of range"));
+    if (p.page < 0 || p.offset_bytes < 0 || p.offset_bytes > kMaxOffset ||
+        p.offset_bytes % 64 != 0) {
+      return corrupt(
+          text("page ", p.page, " at offset_bytes=", p.offset_bytes, " is out of range"));
     }
   }
   if (g.addresses.empty()) return corrupt("addresses must not be empty");

@@ -55,8 +55,8 @@ struct StreamGrant {
 inline constexpr std::size_t kMaxAddresses = 8;
 inline constexpr std::size_t kMaxAddressBytes = 256;
 
-// Ok if slices of `local` can be written into pages of `remote` byte for byte; else Unsupported with
-// the first field that differs and both values.
+// Ok if slices of `local` can be written into pages of `remote` byte for byte; else Unsupported
+// with the first field that differs and both values.
 Status check_layout(const pages::PageSpecOptions& local, const pages::PageSpecOptions& remote);
 
 }  // namespace kvcore::stream

@@ -1,6 +1,6 @@
-// Inbox: commands from any thread to the endpoint's I/O thread. push() is a short lock, and one write
-// to an eventfd when the inbox was empty; it never waits for I/O.
-// Thread rules: push, run and close from any thread; drain from the I/O thread only.
+// Inbox: commands from any thread to the endpoint's I/O thread. push() is a short lock, and one
+// write to an eventfd when the inbox was empty; it never waits for I/O. Thread rules: push, run and
+// close from any thread; drain from the I/O thread only.
 #pragma once
 
 #include <cstdint>

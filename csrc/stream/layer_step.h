@@ -1,8 +1,8 @@
-// LayerStep: what a prefill worker runs per layer. It appends the batch's new K and V, publishes the
-// slices that became whole to the attached hand-overs, and only then attends, so that the transfer of
-// a layer overlaps its own attention and everything after.
-// Of hand-overs whose last slice left in this step it marks the end of attention (see StreamStats).
-// Thread rules: as its plan's; one thread at a time. The plan is prepared before by its owner.
+// LayerStep: what a prefill worker runs per layer. It appends the batch's new K and V, publishes
+// the slices that became whole to the attached hand-overs, and only then attends, so that the
+// transfer of a layer overlaps its own attention and everything after. Of hand-overs whose last
+// slice left in this step it marks the end of attention (see StreamStats). Thread rules: as its
+// plan's; one thread at a time. The plan is prepared before by its owner.
 #pragma once
 
 #include <cstdint>

@@ -28,13 +28,13 @@ enum class MessageKind : std::uint8_t {
 struct StreamMessage {
   MessageKind kind = MessageKind::kOpen;
   RequestId request_id{};
-  transport::GrantRef grant{};     // open
-  HostId host{};                   // open: of the sender
-  std::int64_t at_ns = 0;          // mark: end of attention; commit: when it was given
-  std::int64_t acked_bytes = 0;    // mark: bytes known to have arrived by then
+  transport::GrantRef grant{};             // open
+  HostId host{};                           // open: of the sender
+  std::int64_t at_ns = 0;                  // mark: end of attention; commit: when it was given
+  std::int64_t acked_bytes = 0;            // mark: bytes known to have arrived by then
   ErrorCode code = ErrorCode::kCancelled;  // aborts
-  std::string reason{};            // aborts
-  std::vector<std::byte> payload{};  // commit
+  std::string reason{};                    // aborts
+  std::vector<std::byte> payload{};        // commit
 
   std::vector<std::byte> encode() const;
   static Result<StreamMessage> decode(std::span<const std::byte> bytes);

@@ -30,7 +30,8 @@ Status SendPort::publish_locked(const SliceRun& run) {
                                  " must lie inside [0, ", shape_.num_layers, ") and [0, ",
                                  shape_.num_slots, ")"));
   }
-  const auto base = static_cast<std::size_t>(run.layer) * static_cast<std::size_t>(shape_.num_slots);
+  const auto base =
+      static_cast<std::size_t>(run.layer) * static_cast<std::size_t>(shape_.num_slots);
   const auto begin = published_.begin() + static_cast<std::ptrdiff_t>(base) + run.first;
   const auto end = begin + run.count;
   if (std::find(begin, end, true) != end) {
@@ -65,7 +66,8 @@ Status SendPort::push_cached(std::int32_t first, std::int32_t count) {
     KVCORE_RETURN_IF_ERROR(publish_locked({layer, first, count}));
   }
   inbox_->push([sender = sender_, layers = shape_.num_layers, first, count](Core& core) {
-    for (std::int32_t layer = 0; layer < layers; ++layer) core.publish(sender, {layer, first, count});
+    for (std::int32_t layer = 0; layer < layers; ++layer)
+      core.publish(sender, {layer, first, count});
   });
   return {};
 }

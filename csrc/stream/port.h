@@ -1,7 +1,7 @@
-// SendPort: the compute thread's side of one outgoing hand-over. Calls are checked here, at once; what
-// passes goes to the I/O thread by the inbox, so no call waits for a peer or a queue.
-// A slice is published once, when all its tokens are in place; from then on the caller must not write
-// the page until the hand-over has ended (pages are held by io refs, so freeing them early is safe).
+// SendPort: the compute thread's side of one outgoing hand-over. Calls are checked here, at once;
+// what passes goes to the I/O thread by the inbox, so no call waits for a peer or a queue. A slice
+// is published once, when all its tokens are in place; from then on the caller must not write the
+// page until the hand-over has ended (pages are held by io refs, so freeing them early is safe).
 // Thread rules: every method from any thread. Units: tokens, bytes, nanoseconds.
 #pragma once
 
@@ -22,9 +22,9 @@ class SendPort {
  public:
   struct Progress {
     Sender::State state = Sender::State::kConnecting;
-    Status status;                // why it failed
+    Status status;  // why it failed
     std::int64_t acked_bytes = 0;
-    std::string transport;        // "shm", "tcp", "loopback"; empty until connected
+    std::string transport;  // "shm", "tcp", "loopback"; empty until connected
   };
 
   SendPort(std::uint64_t sender, const RequestId& id, const Shape& shape, std::int64_t first_token,
@@ -36,8 +36,9 @@ class SendPort {
                  std::int32_t valid_last);
   // All layers of these slots (pages found in a prefix cache).
   Status push_cached(std::int32_t first, std::int32_t count);
-  // The sequence's KV of `layer` is in place up to token `end` (of the sequence, exclusive): publishes
-  // the slots that are whole by now and were not published before. Cheap: for the op of each layer.
+  // The sequence's KV of `layer` is in place up to token `end` (of the sequence, exclusive):
+  // publishes the slots that are whole by now and were not published before. Cheap: for the op of
+  // each layer.
   Status publish_upto(std::int32_t layer, std::int64_t end_token);
   // The last attention of prefill ended at at_ns (CLOCK_MONOTONIC). Once; later calls are ignored.
   void mark(std::int64_t at_ns);
@@ -65,9 +66,9 @@ class SendPort {
   const PagesView* const pages_;
   const std::shared_ptr<Inbox> inbox_;
   mutable std::mutex mu_;
-  std::vector<bool> published_;        // [num_layers * num_slots]
-  std::vector<std::int32_t> cursor_;   // [num_layers]: slots below were published or skipped
-  std::int64_t num_published_ = 0;     // slices
+  std::vector<bool> published_;       // [num_layers * num_slots]
+  std::vector<std::int32_t> cursor_;  // [num_layers]: slots below were published or skipped
+  std::int64_t num_published_ = 0;    // slices
   bool marked_ = false;
   bool committed_ = false;
   mutable std::mutex progress_mu_;

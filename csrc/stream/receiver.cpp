@@ -44,9 +44,9 @@ void Receiver::on_arrival(transport::LinkId link, const SliceRun& run, std::int6
   }
   if (!status) return fail(status.error(), now_ns);
   if (!shape_.contains(run) || bytes != run.count * shape_.slice_bytes) {
-    return fail({ErrorCode::kCorrupt, text("stream ", to_hex(id_), ": ", bytes, " bytes for layer ",
-                                           run.layer, ", slots ", run.first, " + ", run.count,
-                                           " do not fit the grant")},
+    return fail({ErrorCode::kCorrupt,
+                 text("stream ", to_hex(id_), ": ", bytes, " bytes for layer ", run.layer,
+                      ", slots ", run.first, " + ", run.count, " do not fit the grant")},
                 now_ns);
   }
   count(run, at_ns);
@@ -55,7 +55,8 @@ void Receiver::on_arrival(transport::LinkId link, const SliceRun& run, std::int6
 
 void Receiver::count(const SliceRun& run, std::int64_t at_ns) {
   std::int32_t fresh = 0;
-  const auto base = static_cast<std::size_t>(run.layer) * static_cast<std::size_t>(shape_.num_slots);
+  const auto base =
+      static_cast<std::size_t>(run.layer) * static_cast<std::size_t>(shape_.num_slots);
   for (std::int32_t slot = run.first; slot < run.first + run.count; ++slot) {
     auto seen = arrived_[base + static_cast<std::size_t>(slot)];
     if (seen) {
@@ -82,12 +83,16 @@ void Receiver::on_message(transport::LinkId link, StreamMessage message, std::in
   }
   switch (message.kind) {
     case MessageKind::kMark:
-      if (mark_) ++stats_.dropped;
-      else mark_ = std::move(message);
+      if (mark_)
+        ++stats_.dropped;
+      else
+        mark_ = std::move(message);
       return;
     case MessageKind::kCommit:
-      if (commit_) ++stats_.dropped;
-      else commit_ = std::move(message);
+      if (commit_)
+        ++stats_.dropped;
+      else
+        commit_ = std::move(message);
       return complete_if_whole(now_ns);
     case MessageKind::kSenderAbort:
       return fail({message.code, std::move(message.reason)}, now_ns);

@@ -5,11 +5,11 @@
 //      \________________\__abort, corrupt, down, deadline--> failed
 //       \________________\__release-------------------------> released
 //
-// Invariants: complete only when every slice of every layer has arrived and commit was seen; exactly
-// one Fence in a life, and after it no input changes anything but the counters; an Event exactly
-// once, except after release(), which the caller asked for. Whatever does not fit (unknown link,
-// duplicate, late) is counted and dropped.
-// Thread rules: none (one thread). Units: bytes, nanoseconds.
+// Invariants: complete only when every slice of every layer has arrived and commit was seen;
+// exactly one Fence in a life, and after it no input changes anything but the counters; an Event
+// exactly once, except after release(), which the caller asked for. Whatever does not fit (unknown
+// link, duplicate, late) is counted and dropped. Thread rules: none (one thread). Units: bytes,
+// nanoseconds.
 #pragma once
 
 #include <cstdint>

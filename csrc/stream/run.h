@@ -33,8 +33,8 @@ struct SliceRun {
 struct Shape {
   std::int32_t num_layers = 0;
   std::int32_t num_slots = 0;
-  std::int32_t page_size = 0;    // tokens
-  std::int64_t num_tokens = 0;   // (num_slots - 1) * page_size < num_tokens <= num_slots * page_size
+  std::int32_t page_size = 0;   // tokens
+  std::int64_t num_tokens = 0;  // (num_slots - 1) * page_size < num_tokens <= num_slots * page_size
   std::int64_t slice_bytes = 0;  // header included
 
   std::int32_t valid_tokens(std::int32_t slot) const noexcept;

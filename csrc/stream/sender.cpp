@@ -8,7 +8,11 @@ namespace kvcore::stream {
 
 Sender::Sender(const RequestId& id, const Shape& shape, transport::GrantRef grant, HostId host,
                std::int64_t deadline_ns, SenderLimits limits)
-    : id_(id), shape_(shape), grant_(grant), host_(host), deadline_ns_(deadline_ns),
+    : id_(id),
+      shape_(shape),
+      grant_(grant),
+      host_(host),
+      deadline_ns_(deadline_ns),
       limits_(limits) {}
 
 std::vector<Sender::Action> Sender::take_actions() { return std::exchange(actions_, {}); }
@@ -44,8 +48,10 @@ void Sender::mark(std::int64_t at_ns) {
   StreamMessage m = message(MessageKind::kMark);
   m.at_ns = at_ns;
   m.acked_bytes = acked_bytes_;
-  if (up_) actions_.push_back(Send{std::move(m)});
-  else mark_ = std::move(m);
+  if (up_)
+    actions_.push_back(Send{std::move(m)});
+  else
+    mark_ = std::move(m);
 }
 
 void Sender::commit(std::vector<std::byte> payload, std::int64_t at_ns) {
@@ -110,7 +116,8 @@ void Sender::on_completion(transport::OpId op, const Status& status, std::int64_
 void Sender::on_message(const StreamMessage& m) {
   if (ended()) return;
   if (m.kind == MessageKind::kDone && state_ == State::kCommitted) {
-    // The receiver says every slice is in place; acknowledgements still under way only hold the refs.
+    // The receiver says every slice is in place; acknowledgements still under way only hold the
+    // refs.
     end(State::kDone, {});
   } else if (m.kind == MessageKind::kReceiverAbort) {
     up_ = false;  // the receiver knows already
@@ -136,8 +143,10 @@ void Sender::abort(Error error) {
   StreamMessage m = message(MessageKind::kSenderAbort);
   m.code = error.code;
   m.reason = error.message;
-  if (up_) actions_.push_back(Send{std::move(m)});
-  else farewell_ = std::move(m);
+  if (up_)
+    actions_.push_back(Send{std::move(m)});
+  else
+    farewell_ = std::move(m);
   end(State::kFailed, std::move(error));
 }
 

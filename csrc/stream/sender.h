@@ -5,10 +5,10 @@
 //   connecting --up--> streaming --commit sent--> committed --done--> done
 //        \________________\_____________\__abort, down, deadline, refusal--> failed
 //
-// A write refused as Stale means that the receiver has ended the hand-over; its message with the reason
-// is under way, so the sender waits kReasonGraceNs for it before it fails with Stale.
-// Invariants: ReleasePages exactly once, after the state is done or failed and every posted write has
-// its completion (until then the link may still read the pages); exactly one Ended event.
+// A write refused as Stale means that the receiver has ended the hand-over; its message with the
+// reason is under way, so the sender waits kReasonGraceNs for it before it fails with Stale.
+// Invariants: ReleasePages exactly once, after the state is done or failed and every posted write
+// has its completion (until then the link may still read the pages); exactly one Ended event.
 // Thread rules: none (one thread). Units: bytes, nanoseconds.
 #pragma once
 
@@ -104,10 +104,10 @@ class Sender {
   std::int64_t acked_bytes_ = 0;
   std::int64_t queued_slices_ = 0;
   std::int64_t posted_slices_ = 0;
-  std::optional<Error> revoked_;             // the grant is gone; the receiver's message says why
-  std::optional<StreamMessage> farewell_;    // abort before up: the receiver is told when up
-  std::optional<StreamMessage> mark_;    // waits for up
-  std::optional<StreamMessage> commit_;  // waits until every slice is posted
+  std::optional<Error> revoked_;           // the grant is gone; the receiver's message says why
+  std::optional<StreamMessage> farewell_;  // abort before up: the receiver is told when up
+  std::optional<StreamMessage> mark_;      // waits for up
+  std::optional<StreamMessage> commit_;    // waits until every slice is posted
   std::vector<Action> actions_;
 };
 

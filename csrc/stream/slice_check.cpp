@@ -55,15 +55,16 @@ void SliceStamper::stamp(std::span<const std::int32_t> pages, const Shape& shape
   for (std::int32_t slot = run.first; slot < run.first + run.count; ++slot) {
     const std::int32_t page = pages[static_cast<std::size_t>(slot)];
     const std::int32_t valid = shape.valid_tokens(slot);
-    auto& memo = stamped_[static_cast<std::size_t>(page) * static_cast<std::size_t>(spec.num_layers) +
-                          static_cast<std::size_t>(run.layer)];
+    auto& memo =
+        stamped_[static_cast<std::size_t>(page) * static_cast<std::size_t>(spec.num_layers) +
+                 static_cast<std::size_t>(run.layer)];
     const auto generation = pool_->generation(page);
     const std::uint64_t key = generation ? *generation + 1 : 0;
     const bool full = valid == shape.page_size;
     if (full && memo == key && key != 0) continue;
     std::byte* slice = pool_->slice(page, run.layer);
-    const auto class_id = static_cast<std::uint32_t>(
-        pool_->view().records[static_cast<std::size_t>(page)].class_id);
+    const auto class_id =
+        static_cast<std::uint32_t>(pool_->view().records[static_cast<std::size_t>(page)].class_id);
     SliceHeader h = expected_header(spec, class_id, run.layer, valid);
     if (checksums_) h.checksum = checksum_of(h, std::span(slice, bytes).subspan(sizeof(h)));
     if (std::memcmp(slice, &h, sizeof(h)) != 0) std::memcpy(slice, &h, sizeof(h));

@@ -1,6 +1,6 @@
-// The header of every slice on its way: the sender stamps it, the receiver checks it before it counts
-// the arrival. Structure (magic, class, layer, valid tokens, format, layout) is always checked; the
-// xxh3-64 over the slice (with the checksum field as 0) by policy.
+// The header of every slice on its way: the sender stamps it, the receiver checks it before it
+// counts the arrival. Structure (magic, class, layer, valid tokens, format, layout) is always
+// checked; the xxh3-64 over the slice (with the checksum field as 0) by policy.
 //
 // A page that several streams send at once is stamped once: what was written for a full page of one
 // generation is remembered, and equal headers are not written again, so a peer that is just copying

@@ -127,15 +127,17 @@ void Connection::on_established(std::int64_t now) {
 
 void Connection::region_changed(RegionId region, bool gone) {
   if (!shm() || state_ != State::kUp) return;
-  if (gone)
-    return control(FrameType::kRegionGone,
-                   make_body(RegionHead{static_cast<std::uint32_t>(region), 0}));
+  if (gone) {
+    if (announced_.erase(static_cast<std::uint32_t>(region)) > 0)
+      control(FrameType::kRegionGone, make_body(RegionHead{static_cast<std::uint32_t>(region), 0}));
+    return;
+  }
   const auto view = io_->shared.grants.region(region);
   if (view) announce_region(region, *view);
 }
 
 void Connection::announce_region(RegionId id, const RegionView& view) {
-  if (view.fd < 0) return;
+  if (view.fd < 0 || !announced_.insert(static_cast<std::uint32_t>(id)).second) return;
   OutFrame frame{FrameType::kRegion};
   frame.fd = UniqueFd(::fcntl(view.fd, F_DUPFD_CLOEXEC, 0));
   if (!frame.fd) return fail(Error{ErrorCode::kIo, text("dup of a region's memfd: errno ", errno)});

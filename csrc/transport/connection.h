@@ -185,6 +185,7 @@ class Connection {
   std::unordered_map<std::uint64_t, InWrite> inbound_;
   std::unordered_map<std::uint64_t, Serve> serving_;
   std::map<std::uint64_t, std::shared_ptr<RemoteRegion>> peer_regions_;
+  std::set<std::uint32_t> announced_;  // our regions the peer knows
   std::deque<Pull> pulls_[kNumPriorities];
   std::size_t pull_pieces_ = 0;
 

@@ -69,6 +69,10 @@ ssize_t Connection::read_socket(std::vector<iovec>* iov) {
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
   if (n <= 0) {
     const std::string how = n == 0 ? "closed" : std::strerror(errno);
+    if (state_ == State::kClosing) {  // it closed as well
+      fail(Error{ErrorCode::kCancelled, "closed by this side"});
+      return -1;
+    }
     const bool setup = state_ == State::kHandshake || state_ == State::kConnecting;
     fail(setup ? Error{ErrorCode::kTransport, text("the connection ended during the handshake (",
                                                    how, "): another key, version or protocol?")}
@@ -215,16 +219,10 @@ void Connection::on_write(const FramePrefix& prefix, Bytes body) {
     if (last) finish_write(head.op);
     return;
   }
-  pull_pieces_ += frame->pieces.size();
-  pulls_[prefix.priority].push_back(Pull{Pull::Kind::kWrite,
-                                         head.op,
-                                         head.grant,
-                                         region->second,
-                                         std::move(frame->pieces),
-                                         0,
-                                         0,
-                                         last,
-                                         {}});
+  Pull item{Pull::Kind::kWrite, head.op, head.grant, region->second, std::move(frame->pieces)};
+  item.last = last;
+  pull_pieces_ += item.weight();
+  pulls_[prefix.priority].push_back(std::move(item));
 }
 
 void Connection::on_result(Bytes body) {
@@ -278,6 +276,8 @@ void Connection::on_read_request(const FramePrefix& prefix, Bytes body) {
   }
   const auto region = io_->shared.grants.shared_region(grant);
   if (!region) return refuse(region.error());
+  // The command that tells of a fresh region may still be on its way.
+  if (const auto view = io_->shared.grants.region(*region)) announce_region(*region, *view);
   serving_.insert_or_assign(op, Serve{grant, std::move(frame->ranges)});
   OutFrame go{FrameType::kReadGo, static_cast<Priority>(prefix.priority)};
   go.body = make_body(GoHead{op, static_cast<std::uint32_t>(*region)});

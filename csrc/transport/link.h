@@ -81,7 +81,9 @@ struct Grant {
 };
 
 // One piece of a write or read: `bytes` between local_offset (in the local region of the operation)
-// and remote_offset (in the region of the grant; must lie inside one granted range).
+// and remote_offset (in the region of the grant; must lie inside one granted range). The places
+// that one operation fills must not overlap: what lands there is not defined, and on tcp it is
+// Corrupt.
 struct Segment {
   std::uint64_t local_offset;
   std::uint64_t remote_offset;

@@ -1,5 +1,6 @@
-// Token bucket in bytes. It may go into debt by one chunk, so that a chunk is never split for it;
-// the average rate holds. Thread rules: one thread. Units: bytes, bytes per second, nanoseconds.
+// Token bucket in bytes, 10 ms deep (a late wake-up costs no rate). It may go into debt by one
+// chunk, so that a chunk is never split for it; the average rate holds. Thread rules: one thread.
+// Units: bytes, bytes per second, nanoseconds.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +37,7 @@ class Pacer {
   }
 
  private:
-  static constexpr double kBurstS = 0.002, kChunkS = 0.002;
+  static constexpr double kBurstS = 0.010, kChunkS = 0.002;
   double rate_ = 0, tokens_ = 0;
   std::int64_t at_ = 0;
 };

@@ -1,8 +1,8 @@
 """The layer-wise hand-over of KV pages from a prefill worker to a decode worker.
 
-The decode side grants pages; the prefill side opens the grant, publishes each (chunk, layer) as soon
-as it is appended, and commits with a small payload. The decode side is told once: "complete" when
-every slice of every layer and the commit have arrived, or "failed". All layers or nothing.
+The decode side grants pages; the prefill side opens the grant, publishes each (chunk, layer) as
+soon as it is appended, and commits with a small payload. The decode side is told once: "complete"
+when every slice of every layer and the commit have arrived, or "failed". All layers or nothing.
 
     # decode worker                                   # prefill worker
     grant = ep.grant(request_id, pages, num_tokens)   sender = ep.open(grant, pages)
@@ -54,8 +54,9 @@ class StreamStats:
 
     Attributes:
         bytes, kv_bytes: that arrived, and of all slices of the grant, headers included.
-        arrived_fraction: of kv_bytes, what had arrived when the sender's last attention ended; across
-            hosts what the sender knew to have arrived by then (a lower bound). 0 without a mark.
+        arrived_fraction: of kv_bytes, what had arrived when the sender's last attention ended;
+            across hosts what the sender knew to have arrived by then (a lower bound). 0 without a
+            mark.
         tail_s: from the end of the last attention to the last slice; 0 without a common clock.
         exposed_s: from the commit to complete: what the hand-over adds to the time to first token.
         duplicates, dropped: slices that came again; messages and arrivals that did not fit.
@@ -114,8 +115,8 @@ class Endpoint(_core.stream.Endpoint):
     Args:
         pool: the pages to send from and receive into.
         listen: addresses to receive on: "shm:/path.sock", "tcp:127.0.0.1:0" (a port is picked),
-            "loopback:NAME" (with ``hub``). A sender uses shm on the same host, else tcp. Empty: this
-            worker only sends.
+            "loopback:NAME" (with ``hub``). A sender uses shm on the same host, else tcp. Empty:
+            this worker only sends.
         key: pre-shared, 32 bytes; empty only for shm and loopback addresses.
         identity: told to peers in the handshake, at most 256 bytes.
         checksums: "all" (each slice verified), "sampled" (each over tcp, one in 16 over shm) or
@@ -127,7 +128,7 @@ class Endpoint(_core.stream.Endpoint):
             counted in ``stats().fallbacks``. Otherwise the hand-over fails and says so.
         keepalive_s: a peer silent this long is dead.
         hub: for "loopback:" addresses (tests): endpoints of one process on one LoopbackHub.
-        flip_slice: tests only: one bit of the n-th run of slices that arrives is flipped on its way.
+        flip_slice: tests only: flips one bit of the n-th run of slices that arrives; 0 = none.
 
     Raises:
         InvalidArgument: a value out of range, or a tcp address that is not loopback without a key.
@@ -215,13 +216,15 @@ class Endpoint(_core.stream.Endpoint):
     def poll(self) -> list[tuple[Any, ...]]:
         """Takes the events that wait; never blocks.
 
-        Each is one of
-            ("complete", request_id, payload: bytes, StreamStats)   every slice and the commit are here
-            ("sent", request_id, StreamStats)                       the receiver has everything
-            ("failed", request_id, code, message)                   either side; code is the name of a
-                                                                    class in ``kvcore.errors``
-        Each side gets exactly one for a hand-over, but none after ``release``. Once it is there the
-        hand-over holds no refs (a failed sender: as soon as its writes under way have ended).
+        Each is one of::
+
+            ("complete", request_id, payload: bytes, StreamStats)  # all slices and the commit came
+            ("sent", request_id, StreamStats)                      # the receiver has everything
+            ("failed", request_id, code, message)                  # of either side
+
+        ``code`` is the name of a class in ``kvcore.errors``. Each side gets exactly one event for a
+        hand-over, but none after ``release``. Once it is there the hand-over holds no refs (a
+        failed sender: as soon as its writes under way have ended).
         """
         events: list[tuple[Any, ...]] = []
         for kind, request_id, what, message, stats in self._poll():
@@ -268,12 +271,13 @@ class LayerStep(_core.stream.LayerStep):
 
     Args:
         plan: prepared for the batch of this step.
-        senders: pairs (sender, row of the batch whose pages it sends). A row's context_len says up to
-            where its KV is in place: chunks should end on page boundaries, a partly filled page is
-            sent only with the last chunk.
+        senders: pairs (sender, row of the batch whose pages it sends). A row's context_len says up
+            to where its KV is in place: chunks should end on page boundaries, a partly filled page
+            is sent only with the last chunk.
 
-    Has the plan's ``run_ptr``, ``pool``, ``num_seqs``, ``num_tokens`` and ``num_q_heads``. Where the
-    last slice of a hand-over leaves in this step, the end of the last layer's attention is marked.
+    Has the plan's ``run_ptr``, ``pool``, ``num_seqs``, ``num_tokens`` and ``num_q_heads``. Where
+    the last slice of a hand-over leaves in this step, the end of the last layer's attention is
+    marked.
 
     Raises:
         InvalidArgument: a row outside the batch, or a sender of another pool's pages.
@@ -286,7 +290,8 @@ class LayerStep(_core.stream.LayerStep):
 
 
 def describe_grant(grant: bytes) -> dict[str, Any]:
-    """What a grant says: request_id, first_token, num_tokens, num_pages, kv_bytes, ttl_s, addresses.
+    """What a grant says: request_id, first_token, num_tokens, num_pages, kv_bytes, ttl_s and
+    addresses.
 
     Raises:
         Corrupt: not a grant, cut short, or with fields out of range.

@@ -1,11 +1,12 @@
 """The other process of the two-process stream tests: commands as JSON lines on stdin.
 
-    {"do": "grant", "tokens": n, "deadline_s": s}      -> {"grant": hex, "request": hex, "pages": [...]}
-    {"do": "open", "grant": hex, "tokens": n, "stamp": i} -> {"request": hex} or {"error": class, ...}
-    {"do": "publish", "request": hex, "layers": [...], "upto": n} | "commit" | "abort" | "release"
-    {"do": "wait", "seconds": s}                          -> {"events": [...]} (possibly none)
-    {"do": "check", "pages": [...], "stamp": i}           -> {"wrong": number of slices that differ}
-    {"do": "stats"}                                       -> io_pages, state of senders
+{"do": "grant", "tokens": n, "deadline_s": s}             -> grant, request (hex), pages
+{"do": "open", "grant": hex, "tokens": n, "stamp": i}     -> request, or error and message
+{"do": "publish", "request": hex, "layers": [...], "upto": n}
+{"do": "commit" | "abort" | "release", "request": hex}
+{"do": "wait", "seconds": s}                              -> events (possibly none)
+{"do": "check", "pages": [...], "stamp": i}               -> wrong: number of slices that differ
+{"do": "stats"}                                           -> io_pages, acked, links, refs_lost
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvcore import stream
 from kvcore.errors import KvcoreError
+
 from support.stream_pages import alloc, make_pool, stamp_pages, wrong_slices
 
 
@@ -69,6 +71,7 @@ class Peer:
         if reuse:
             pages = self.owned.pop(request)
             self.pool.decref(pages)
+            assert set(self.pool.alloc(len(pages))) == set(pages)  # the warmest frames come first
             stamp_pages(self.pool, pages, reuse)
         return {"done": done, "io_pages": self.pool.stats().io_pages}
 

@@ -1,9 +1,11 @@
 # Types of the extension module; each csrc/bindings/bind_<room>.cpp has its stub beside this file.
 from . import base as base
-from . import keys as keys
 from . import kernels as kernels
+from . import keys as keys
 from . import pages as pages
 from . import prefix as prefix
+from . import sched as sched
 from . import stream as stream
 
 __version__: str
+__build__: str

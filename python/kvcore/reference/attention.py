@@ -50,30 +50,36 @@ def attention(
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     rows, num_q_heads, _ = q.shape
     context, num_kv_heads, dim_v = v.shape
-    group = num_q_heads // num_kv_heads
-    out = np.zeros((rows, num_q_heads, dim_v))
+    q = q.reshape(rows, num_kv_heads, num_q_heads // num_kv_heads, -1)  # [T, H, G, Dk]
+    keys, values = k.transpose(1, 2, 0), v.transpose(1, 0, 2)  # [H, Dk, C], [H, C, Dv]
+    key_sizes, value_sizes, value_squares = np.abs(keys), np.abs(values), values * values
+    shape = q.shape[:3]
+    out = np.zeros((*shape, dim_v))
     weight_abs, weight_square = np.zeros_like(out), np.zeros_like(out)
-    lse = np.full((rows, num_q_heads), -np.inf)
-    score_abs = np.zeros((rows, num_q_heads))
+    lse, score_abs = np.full(shape, -np.inf), np.zeros(shape)
     seen = np.minimum(np.asarray(positions, np.int64) + 1, context)
-    for row in range(rows):
-        count = int(seen[row])
+    for row, count in enumerate(seen.tolist()):
         if count <= 0:
             continue
-        for head in range(num_kv_heads):
-            mine = slice(head * group, (head + 1) * group)
-            keys, values = k[:count, head], v[:count, head]
-            scores = scale * (q[row, mine] @ keys.T)  # [G, count]
-            top = scores.max(axis=1, keepdims=True)
-            weights = np.exp(scores - top)
-            total = weights.sum(axis=1, keepdims=True)
-            p = weights / total
-            out[row, mine] = p @ values
-            lse[row, mine] = (top + np.log(total))[:, 0]
-            weight_abs[row, mine] = p @ np.abs(values)
-            weight_square[row, mine] = (p * p) @ (values * values)
-            score_abs[row, mine] = scale * (np.abs(q[row, mine]) @ np.abs(keys).T).max(axis=1)
-    return Attention(out, lse, weight_abs, weight_square, score_abs)
+        scores = scale * (q[row] @ keys[:, :, :count])  # [H, G, count]
+        top = scores.max(axis=2, keepdims=True)
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=2, keepdims=True)
+        p = weights / total
+        out[row] = p @ values[:, :count]
+        lse[row] = (top + np.log(total))[..., 0]
+        weight_abs[row] = p @ value_sizes[:, :count]
+        weight_square[row] = (p * p) @ value_squares[:, :count]
+        score_abs[row] = scale * (np.abs(q[row]) @ key_sizes[:, :, :count]).max(axis=2)
+    flat = (rows, num_q_heads)
+    wide = (*flat, dim_v)
+    return Attention(
+        out.reshape(wide),
+        lse.reshape(flat),
+        weight_abs.reshape(wide),
+        weight_square.reshape(wide),
+        score_abs.reshape(flat),
+    )
 
 
 def paged_attention(

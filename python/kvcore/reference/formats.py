@@ -20,7 +20,7 @@ STORAGE_DTYPE: dict[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),
 }
 # Largest relative error of rounding a normal number to the format (half a unit in the last place).
-UNIT_ROUNDOFF: dict[str, float] = {"bf16": 2.0**-9, "f16": 2.0**-11, "f32": 2.0**-24}
+UNIT_ROUNDOFF: dict[str, float] = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 2.0**-24}
 
 
 def to_bf16(values: NDArray[np.floating]) -> NDArray[np.uint16]:

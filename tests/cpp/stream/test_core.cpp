@@ -219,7 +219,8 @@ TEST(Core, OtherLayoutsAreRefusedBeforeAnythingIsHeld) {
 }
 
 TEST(Core, OtherExtentsAreFine) {
-  World w({}, {}, testing::make_pool(testing::small_spec(1)), testing::make_pool(testing::small_spec(4)));
+  World w({}, {}, testing::make_pool(testing::small_spec(1)),
+          testing::make_pool(testing::small_spec(4)));
   HandOver h = start(w, 70, 8);
   publish_all(h);
   EXPECT_TRUE(h.port->commit({}, w.now()).ok());

@@ -129,8 +129,10 @@ TEST(Endpoint, CancelFromAnyThreadAtAnyMoment) {
       (void)(*port)->commit({}, transport::now_ns()).ok();
     });
     std::this_thread::sleep_for(wait);
-    if (round % 2 == 0) (void)p.decode->release(id).ok();
-    else (*port)->abort(ErrorCode::kCancelled, "stop");
+    if (round % 2 == 0)
+      (void)p.decode->release(id).ok();
+    else
+      (*port)->abort(ErrorCode::kCancelled, "stop");
     compute.join();
     ASSERT_EQ(wait_events(*p.prefill, 1).size(), 1u);
     if (round % 2 == 1) {

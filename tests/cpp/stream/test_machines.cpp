@@ -133,9 +133,13 @@ TEST(Receiver, EndsOnce) {
   const std::vector<std::function<void(Receiver&)>> ends = {
       [](Receiver& r) { r.release(1); },
       [](Receiver& r) { r.on_time(1000); },
-      [](Receiver& r) { r.on_down(LinkId{1}, {ErrorCode::kPeerDead, "gone"}, 5); },
+      [](Receiver& r) {
+        r.on_down(LinkId{1}, {ErrorCode::kPeerDead, "gone"}, 5);
+      },
       [](Receiver& r) { r.on_message(LinkId{1}, message(MessageKind::kSenderAbort), 5); },
-      [](Receiver& r) { r.on_arrival(LinkId{1}, {0, 0, 1}, 100, 5, Error{ErrorCode::kCorrupt, ""}, 5); },
+      [](Receiver& r) {
+        r.on_arrival(LinkId{1}, {0, 0, 1}, 100, 5, Error{ErrorCode::kCorrupt, ""}, 5);
+      },
       [](Receiver& r) {
         r.on_arrival(LinkId{1}, {0, 0, 2}, 200, 5, {}, 5);
         r.on_arrival(LinkId{1}, {1, 0, 2}, 200, 5, {}, 5);
@@ -248,12 +252,20 @@ TEST(Sender, AnAbortBeforeTheLinkIsUpIsToldLater) {
 
 TEST(Sender, EndsOnceAndReleasesAfterTheLastCompletion) {
   const std::vector<std::function<void(Sender&)>> ends = {
-      [](Sender& s) { s.abort({ErrorCode::kCancelled, "stop"}); },
+      [](Sender& s) {
+        s.abort({ErrorCode::kCancelled, "stop"});
+      },
       [](Sender& s) { s.on_time(1000); },
-      [](Sender& s) { s.on_down({ErrorCode::kPeerDead, "gone"}); },
+      [](Sender& s) {
+        s.on_down({ErrorCode::kPeerDead, "gone"});
+      },
       [](Sender& s) { s.on_message(message(MessageKind::kReceiverAbort)); },
-      [](Sender& s) { s.on_refused({ErrorCode::kTransport, "full"}); },
-      [](Sender& s) { s.on_completion(OpId{1}, Error{ErrorCode::kTimeout, "late"}, 100); },
+      [](Sender& s) {
+        s.on_refused({ErrorCode::kTransport, "full"});
+      },
+      [](Sender& s) {
+        s.on_completion(OpId{1}, Error{ErrorCode::kTimeout, "late"}, 100);
+      },
   };
   for (std::size_t first = 0; first < ends.size(); ++first) {
     Sender s = make_sender();

@@ -56,7 +56,8 @@ TEST(Grant, RandomBytesNeverPassUnchecked) {
   for (int round = 0; round < 20000; ++round) {
     auto mutated = bytes;
     const auto flips = 1 + rng() % 4;
-    for (std::size_t i = 0; i < flips; ++i) mutated[rng() % mutated.size()] = static_cast<std::byte>(rng());
+    for (std::size_t i = 0; i < flips; ++i)
+      mutated[rng() % mutated.size()] = static_cast<std::byte>(rng());
     const auto g = StreamGrant::decode(mutated);
     EXPECT_TRUE(!g.ok() || g->check().ok());
   }
@@ -112,7 +113,8 @@ TEST(Message, RoundTripOfEveryKind) {
     for (std::size_t n = 0; n < bytes.size(); ++n)
       EXPECT_FALSE(StreamMessage::decode(std::span(bytes).first(n)).ok());
   }
-  EXPECT_FALSE(StreamMessage::decode(StreamMessage{.kind = static_cast<MessageKind>(7)}.encode()).ok());
+  EXPECT_FALSE(
+      StreamMessage::decode(StreamMessage{.kind = static_cast<MessageKind>(7)}.encode()).ok());
 }
 
 TEST(Run, TagsAndSegments) {
@@ -131,7 +133,8 @@ TEST(Run, TagsAndSegments) {
 }
 
 TEST(Run, SlotsAreReadyOnlyWhole) {
-  const Shape shape{.num_layers = 1, .num_slots = 3, .page_size = 16, .num_tokens = 41, .slice_bytes = 64};
+  const Shape shape{
+      .num_layers = 1, .num_slots = 3, .page_size = 16, .num_tokens = 41, .slice_bytes = 64};
   EXPECT_EQ(shape.ready_slots(-5), 0);
   EXPECT_EQ(shape.ready_slots(15), 0);
   EXPECT_EQ(shape.ready_slots(16), 1);
@@ -142,7 +145,10 @@ TEST(Run, SlotsAreReadyOnlyWhole) {
 
 TEST(Run, WholeFramesAreOneRange) {
   const auto pool = testing::make_pool(testing::small_spec(2));
-  const Shape shape{.num_layers = 3, .num_slots = 2, .page_size = 16, .num_tokens = 32,
+  const Shape shape{.num_layers = 3,
+                    .num_slots = 2,
+                    .page_size = 16,
+                    .num_tokens = 32,
                     .slice_bytes = pool->spec().slice_bytes()};
   const std::int64_t slice = shape.slice_bytes;
   const auto ranges = ranges_of(shape, {{4096, 4096 + slice}, 2 * slice});

@@ -1,8 +1,9 @@
-// Seeded simulation: several hand-overs between two workers over a faulty loopback, with aborts from
-// either side at every moment, and everything that must hold whatever happens:
+// Seeded simulation: several hand-overs between two workers over a faulty loopback, with aborts
+// from either side at every moment, and everything that must hold whatever happens:
 //   - complete = every slice equal to what the sender stamped, and the payload; else nothing counts
 //   - one end per hand-over and side
-//   - no byte lands in a page after its receiver let it go (its frame is reused at once and watched)
+//   - no byte lands in a page after its receiver let it go (its frame is reused at once and
+//   watched)
 //   - a sender's pages are not read once they are given back (they are overwritten at once)
 //   - io refs of both pools back at 0, no ref lost, generations advanced
 #include <gtest/gtest.h>
@@ -15,8 +16,8 @@
 namespace kvcore::stream {
 namespace {
 
-using testing::World;
 using testing::Worker;
+using testing::World;
 
 constexpr std::int64_t kSecond = 1'000'000'000;
 constexpr std::uint64_t kReused = 0xdeadbeefcafe;
@@ -24,9 +25,9 @@ constexpr std::uint64_t kReused = 0xdeadbeefcafe;
 struct HandOver {
   std::int64_t num_tokens = 0;
   std::uint64_t stamp = 0;
-  std::vector<std::int32_t> from, to;        // all pages that were allocated
+  std::vector<std::int32_t> from, to;  // all pages that were allocated
   std::vector<std::int32_t> slots_from, slots_to;
-  std::vector<std::uint64_t> generations;    // of `to` when granted
+  std::vector<std::uint64_t> generations;  // of `to` when granted
   std::shared_ptr<SendPort> port;
   std::int32_t layer = 0;
   std::int64_t tokens = 0;  // of the chunk that is being published
@@ -114,13 +115,27 @@ class Simulation {
   void one_tick() {
     auto& h = std::next(all_.begin(), static_cast<std::ptrdiff_t>(rng_() % all_.size()))->second;
     switch (rng_() % 16) {
-      case 0: case 1: case 2: case 3: compute(h); break;
-      case 4: case 5: case 6: step(prefill()); break;
-      case 7: case 8: case 9: step(decode()); break;
+      case 0:
+      case 1:
+      case 2:
+      case 3:
+        compute(h);
+        break;
+      case 4:
+      case 5:
+      case 6:
+        step(prefill());
+        break;
+      case 7:
+      case 8:
+      case 9:
+        step(decode());
+        break;
       case 15:
         if (rng_() % 40 == 0) interfere(h);
         break;
-      default: world_.hub->step();
+      default:
+        world_.hub->step();
     }
   }
 
@@ -134,9 +149,14 @@ class Simulation {
         reuse_received(h);
         break;
       }
-      case 1: h.port->abort(ErrorCode::kCancelled, "client gone"); break;
-      case 2: world_.advance(6 * kSecond); break;
-      default: world_.hub->arm(1, static_cast<transport::LoopbackFault>(rng_() % 5));
+      case 1:
+        h.port->abort(ErrorCode::kCancelled, "client gone");
+        break;
+      case 2:
+        world_.advance(6 * kSecond);
+        break;
+      default:
+        world_.hub->arm(1, static_cast<transport::LoopbackFault>(rng_() % 5));
     }
   }
 

@@ -116,5 +116,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert stats.sealed_pages == len(self.sealed)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(
+    max_examples=max(60, settings.default.max_examples), stateful_step_count=40
+)
 TestPool = PoolMachine.TestCase

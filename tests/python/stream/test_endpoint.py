@@ -13,7 +13,6 @@ import pytest
 from kvcore import kernels, stream
 from kvcore.errors import Cancelled, Corrupt, InvalidArgument, Unsupported
 from kvcore.pages import Pool
-
 from support.stream_pages import alloc, make_pool, stamp_pages, wrong_slices
 
 

@@ -1,4 +1,4 @@
-"""Hand-overs between two processes over shm and tcp: bytes, cancel, death of either side, fences."""
+"""Hand-overs between two processes over shm and tcp: bytes, cancel, death of a side, fences."""
 
 from __future__ import annotations
 

@@ -1,0 +1,182 @@
+"""How much of the KV has arrived when prefill ends, and what the hand-over adds after it.
+
+A prompt in SmolLM2's geometry is prefilled in chunks: per layer the real append, publish and
+attend, then a pause for the rest of the layer. A second process receives the pages over shm or tcp,
+the link paced at 2x, 1x and 0.5x the mean rate at which the prefill produces KV (measured before,
+not paced). Two lines each: the fraction that had arrived when the last attention ended, and the
+time from the end of prefill until the sequence was complete, in layer times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Context, Result, median, percentile
+from kvcore import kernels, stream
+from kvcore.pages import PageSpec, Pool
+
+SPEC = dict(num_layers=30, num_kv_heads=3, head_dim_k=64, page_size=64)
+Q_HEADS = 9
+CHUNK = 512
+REST_S = 0.008  # of a layer besides attention: projections and MLP, idle here
+LEAST_ARRIVED = 0.95
+MOST_LAYER_TIMES = 2.0
+KEY = b"benchmark key, 32 bytes in all.."
+
+
+class Receiver:
+    """The decode side, in its own process."""
+
+    def __init__(self, address: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    def ask(self, **command: Any) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(10)
+
+
+def serve(address: str) -> None:
+    """Grants and waits, one hand-over at a time."""
+    pool = Pool(PageSpec(**SPEC), 16)
+    endpoint = stream.Endpoint(pool, [address], key=KEY)
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "tokens" in command:
+            n = -(-command["tokens"] // pool.spec.page_size)
+            pages = pool.alloc(n)
+            grant = endpoint.grant(os.urandom(16), pages[:n], command["tokens"])
+            answer: dict[str, Any] = {"grant": grant.hex()}
+        else:
+            select.select([endpoint.event_fd], [], [], 30)
+            ((kind, _, *rest),) = endpoint.poll()
+            if kind != "complete":
+                raise SystemExit(f"{kind}: {rest}")
+            answer = vars(rest[1])
+            pool.decref(pages)
+        print(json.dumps(answer), flush=True)
+    endpoint.close()
+
+
+class Prefill:
+    """The sending side: chunks of one prompt through an attention plan."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.pool = Pool(PageSpec(**SPEC), 16)
+        self.pages = list(self.pool.alloc(-(-tokens // self.pool.spec.page_size)))
+        self.plan = kernels.AttentionPlan(self.pool, Q_HEADS)
+        rng = np.random.default_rng(1)
+        self.q = rng.standard_normal((CHUNK, Q_HEADS, 64), dtype=np.float32)
+        self.k, self.v = rng.standard_normal((2, CHUNK, 3, 64), dtype=np.float32)
+        self.out = np.empty_like(self.q)
+
+    def run(self, sender: stream.Sender | None) -> float:
+        """Prefills the prompt; seconds until its last layer's attention ended."""
+        start = time.perf_counter()
+        done = 0
+        while done < self.tokens:
+            n = min(CHUNK, self.tokens - done)
+            done += n
+            self.plan.prepare([0, n], [done], np.array([self.pages], np.int32))
+            step = stream.LayerStep(self.plan, [(sender, 0)] if sender else [])
+            for layer in range(SPEC["num_layers"]):
+                step.run_ptr(
+                    layer, self.q.ctypes.data, Q_HEADS * 64, self.k.ctypes.data, 192,
+                    self.v.ctypes.data, 192, self.out.ctypes.data, 0, 0,
+                )  # fmt: skip
+                ended = time.perf_counter()
+                time.sleep(REST_S)
+        return ended - start
+
+
+def hand_over(receiver: Receiver, endpoint: stream.Endpoint, prefill: Prefill) -> Any:
+    """One prompt; the receiver's accounting of it."""
+    grant = bytes.fromhex(receiver.ask(tokens=prefill.tokens)["grant"])
+    n = -(-prefill.tokens // SPEC["page_size"])
+    sender = endpoint.open(grant, prefill.pages[:n])
+    prefill.run(sender)
+    sender.commit(b"token")
+    stats = receiver.ask()
+    endpoint.poll()
+    return stats
+
+
+def measure(
+    scheme: str, address: str, prefill: Prefill, rounds: int, pacings: tuple[float, ...]
+) -> Iterator[Result]:
+    """Both lines of every pacing over one link."""
+    receiver = Receiver(address)
+    seconds = median([prefill.run(None) for _ in range(2)])
+    chunks = -(-prefill.tokens // CHUNK)
+    layer_s = seconds / (chunks * SPEC["num_layers"])
+    pages = -(-prefill.tokens // SPEC["page_size"])
+    kv_bytes = pages * SPEC["num_layers"] * prefill.pool.spec.slice_bytes
+    for pacing in pacings:
+        rate = int(pacing * kv_bytes / seconds)
+        with stream.Endpoint(prefill.pool, key=KEY, pacing_bytes_per_s=rate) as endpoint:
+            stats = [hand_over(receiver, endpoint, prefill) for _ in range(rounds)]
+        arrived = [s["arrived_fraction"] for s in stats]
+        exposed = [s["exposed_s"] for s in stats]
+        params = {
+            "transport": stats[0]["transport"],
+            "pacing": pacing or "none",
+            "tokens": prefill.tokens,
+            "layer_ms": round(layer_s * 1e3, 2),
+            "production_mb_s": round(kv_bytes / seconds / 1e6, 1),
+        }
+        common: dict[str, Any] = dict(
+            case="stream_overlap", median=median(exposed), p99=percentile(exposed, 99),
+            best=min(exposed), bytes=kv_bytes, flops=0, isa=kernels.isa(), threads=1,
+            repetitions=rounds,
+        )  # fmt: skip
+        yield Result(
+            params=params, value=median(arrived), unit="fraction arrived",
+            limit_name="wanted at least", limit=LEAST_ARRIVED,
+            ratio=median(arrived) / LEAST_ARRIVED, best_ratio=max(arrived) / LEAST_ARRIVED,
+            **common,
+        )  # fmt: skip
+        times = [e / layer_s for e in exposed]
+        yield Result(
+            params=params, value=median(times), unit="layer times exposed",
+            limit_name="allowed at most", limit=MOST_LAYER_TIMES,
+            ratio=MOST_LAYER_TIMES / median(times), best_ratio=MOST_LAYER_TIMES / min(times),
+            **common,
+        )  # fmt: skip
+    receiver.close()
+
+
+def run(context: Context) -> Iterator[Result]:
+    """Lines of every link and pacing."""
+    prefill = Prefill(520 if context.quick else 1500)
+    pacings = (0.0, 1.0) if context.quick else (0.0, 2.0, 1.0, 0.5)
+    with tempfile.TemporaryDirectory() as directory:
+        for scheme in ("shm", "tcp"):
+            address = f"shm:{Path(directory)}/s.sock" if scheme == "shm" else "tcp:127.0.0.1:0"
+            yield from measure(scheme, address, prefill, context.rounds(2, 1), pacings)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
