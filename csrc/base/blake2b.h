@@ -1,7 +1,7 @@
 // BLAKE2b (RFC 7693) with key and digest length: page keys (32 bytes) and message MACs.
 // Same values as Python's hashlib.blake2b(data, key=..., digest_size=...).
-// Thread rules: a Blake2b object belongs to one thread; copies are independent (a keyed object that is
-// copied per message saves hashing the key block again).
+// Thread rules: a Blake2b object belongs to one thread; copies are independent (a keyed object that
+// is copied per message saves hashing the key block again).
 #pragma once
 
 #include <array>
@@ -22,7 +22,8 @@ class Blake2b {
   static Result<Blake2b> make(std::size_t digest_bytes, std::span<const std::byte> key = {});
 
   void update(std::span<const std::byte> data) noexcept;
-  // Writes digest_bytes bytes; `out` must have exactly that size. The object is not used afterwards.
+  // Writes digest_bytes bytes; `out` must have exactly that size. The object is not used
+  // afterwards.
   void finish(std::span<std::byte> out) noexcept;
 
  private:

@@ -1,7 +1,7 @@
 // Fault points: places in the code that a test can make fail, by name, at the n-th call or with a
-// seeded probability. A component holds a FaultPlan* that is null in production, so a point costs one
-// null check: `if (fails(faults_, "pool.alloc")) return error;`.
-// Thread rules: FaultPlan is thread-safe; with several threads the n-th call is whichever comes n-th.
+// seeded probability. A component holds a FaultPlan* that is null in production, so a point costs
+// one null check: `if (fails(faults_, "pool.alloc")) return error;`. Thread rules: FaultPlan is
+// thread-safe; with several threads the n-th call is whichever comes n-th.
 #pragma once
 
 #include <cstdint>

@@ -88,8 +88,8 @@ std::uint64_t up_to_16(const std::byte* in, std::size_t n) noexcept {
   }
   if (n == 0) return avalanche_xxh64(secret(56) ^ secret(64));
   const auto byte = [&](std::size_t i) { return static_cast<std::uint32_t>(in[i]); };
-  const std::uint32_t combined = (byte(0) << 16) | (byte(n >> 1) << 24) | byte(n - 1) |
-                                 (static_cast<std::uint32_t>(n) << 8);
+  const std::uint32_t combined =
+      (byte(0) << 16) | (byte(n >> 1) << 24) | byte(n - 1) | (static_cast<std::uint32_t>(n) << 8);
   const std::uint32_t flip = load<std::uint32_t>(kSecret) ^ load<std::uint32_t>(kSecret + 4);
   return avalanche_xxh64(combined ^ flip);
 }

@@ -27,7 +27,8 @@ class Xxh3 {
   void consume(const std::byte* stripes, std::size_t count) noexcept;
 
   alignas(64) std::array<std::uint64_t, 8> acc_;
-  std::array<std::byte, kBuffer> buffer_{};  // the last bytes seen; never emptied before more follow
+  std::array<std::byte, kBuffer>
+      buffer_{};  // the last bytes seen; never emptied before more follow
   std::size_t buffered_ = 0;
   std::size_t stripes_in_block_ = 0;
   std::uint64_t total_ = 0;

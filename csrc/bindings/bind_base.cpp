@@ -37,22 +37,30 @@ std::uint64_t xxh3_of_pieces(const py::iterable& pieces) {
 }  // namespace
 
 void bind_base(py::module_ m) {
-  m.def("xxh3_64", [](std::string_view data) { return xxh3_64(span_of(data)); }, py::arg("data"));
+  m.def(
+      "xxh3_64", [](std::string_view data) { return xxh3_64(span_of(data)); }, py::arg("data"));
   m.def("xxh3_64_of_pieces", &xxh3_of_pieces, py::arg("pieces"));
   m.def("blake2b", &blake2b, py::arg("data"), py::arg("key") = std::string_view(),
         py::arg("digest_bytes") = 32);
   py::class_<FaultPlan, std::shared_ptr<FaultPlan>>(m, "FaultPlan")
       .def(py::init<std::uint64_t>(), py::arg("seed") = 0)
-      .def("fail_nth", [](FaultPlan& f, const std::string& p, std::int64_t n) { unwrap(f.fail_nth(p, n)); },
-           py::arg("point"), py::arg("n"))
-      .def("fail_randomly",
-           [](FaultPlan& f, const std::string& p, double q) { unwrap(f.fail_randomly(p, q)); },
-           py::arg("point"), py::arg("probability"))
+      .def(
+          "fail_nth",
+          [](FaultPlan& f, const std::string& p, std::int64_t n) { unwrap(f.fail_nth(p, n)); },
+          py::arg("point"), py::arg("n"))
+      .def(
+          "fail_randomly",
+          [](FaultPlan& f, const std::string& p, double q) { unwrap(f.fail_randomly(p, q)); },
+          py::arg("point"), py::arg("probability"))
       .def("clear", &FaultPlan::clear)
-      .def("hit", [](FaultPlan& f, const std::string& p) { return f.hit(p); }, py::arg("point"))
-      .def("calls", [](const FaultPlan& f, const std::string& p) { return f.calls(p); }, py::arg("point"))
-      .def("failures", [](const FaultPlan& f, const std::string& p) { return f.failures(p); },
-           py::arg("point"));
+      .def(
+          "hit", [](FaultPlan& f, const std::string& p) { return f.hit(p); }, py::arg("point"))
+      .def(
+          "calls", [](const FaultPlan& f, const std::string& p) { return f.calls(p); },
+          py::arg("point"))
+      .def(
+          "failures", [](const FaultPlan& f, const std::string& p) { return f.failures(p); },
+          py::arg("point"));
 }
 
 }  // namespace kvcore::bindings

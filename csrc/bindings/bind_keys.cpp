@@ -33,7 +33,8 @@ Digest32 digest_of(const std::string& bytes) {
 }
 
 KeyChain make_chain(const std::string& secret, const std::string& digest, std::int64_t unit) {
-  return KeyChain(unwrap(KeyMaker::make(std::as_bytes(std::span(secret)), unit)), digest_of(digest));
+  return KeyChain(unwrap(KeyMaker::make(std::as_bytes(std::span(secret)), unit)),
+                  digest_of(digest));
 }
 
 py::list extend(KeyChain& chain, const py::object& tokens) {

@@ -41,7 +41,8 @@ E parse(const char* field, const std::string& name, const std::pair<const char*,
     if (name == known) return value;
     allowed += allowed.empty() ? known : text(", ", known);
   }
-  throw ErrorException{invalid_argument(text(field, "='", name, "' is unknown: allowed ", allowed))};
+  throw ErrorException{
+      invalid_argument(text(field, "='", name, "' is unknown: allowed ", allowed))};
 }
 
 template <class E, std::size_t N>
@@ -54,10 +55,11 @@ std::string name_of(E value, const std::pair<const char*, E> (&names)[N]) {
 
 PageSpec make_spec(std::int32_t num_layers, std::int32_t num_kv_heads, std::int32_t head_dim_k,
                    std::optional<std::int32_t> head_dim_v, std::int32_t page_size,
-                   std::int32_t extent_pages, const std::string& format, const std::string& layout) {
-  return unwrap(PageSpec::make({num_layers, num_kv_heads, head_dim_k, head_dim_v.value_or(head_dim_k),
-                                page_size, extent_pages, parse("format", format, kFormats),
-                                parse("layout", layout, kLayouts)}));
+                   std::int32_t extent_pages, const std::string& format,
+                   const std::string& layout) {
+  return unwrap(PageSpec::make(
+      {num_layers, num_kv_heads, head_dim_k, head_dim_v.value_or(head_dim_k), page_size,
+       extent_pages, parse("format", format, kFormats), parse("layout", layout, kLayouts)}));
 }
 
 template <auto Member>
@@ -68,17 +70,19 @@ auto option(const PageSpec& spec) {
 void bind_spec(py::module_& m) {
   using O = pages::PageSpecOptions;
   py::class_<PageSpec>(m, "PageSpec")
-      .def(py::init(&make_spec), py::arg("num_layers"), py::arg("num_kv_heads"), py::arg("head_dim_k"),
-           py::arg("head_dim_v") = py::none(), py::arg("page_size") = 64, py::arg("extent_pages") = 0,
-           py::arg("format") = "bf16", py::arg("layout") = "packed")
+      .def(py::init(&make_spec), py::arg("num_layers"), py::arg("num_kv_heads"),
+           py::arg("head_dim_k"), py::arg("head_dim_v") = py::none(), py::arg("page_size") = 64,
+           py::arg("extent_pages") = 0, py::arg("format") = "bf16", py::arg("layout") = "packed")
       .def_property_readonly("num_layers", &option<&O::num_layers>)
       .def_property_readonly("num_kv_heads", &option<&O::num_kv_heads>)
       .def_property_readonly("head_dim_k", &option<&O::head_dim_k>)
       .def_property_readonly("head_dim_v", &option<&O::head_dim_v>)
       .def_property_readonly("page_size", &option<&O::page_size>)
       .def_property_readonly("extent_pages", &option<&O::extent_pages>)
-      .def_property_readonly("format", [](const PageSpec& s) { return name_of(s.options().format, kFormats); })
-      .def_property_readonly("layout", [](const PageSpec& s) { return name_of(s.options().layout, kLayouts); })
+      .def_property_readonly(
+          "format", [](const PageSpec& s) { return name_of(s.options().format, kFormats); })
+      .def_property_readonly(
+          "layout", [](const PageSpec& s) { return name_of(s.options().layout, kLayouts); })
       .def_property_readonly("slice_bytes", &PageSpec::slice_bytes)
       .def_property_readonly("layer_stride_bytes", &PageSpec::layer_stride_bytes)
       .def_property_readonly("frame_bytes", &PageSpec::frame_bytes)
@@ -86,15 +90,17 @@ void bind_spec(py::module_& m) {
       .def("usable_prefix", &PageSpec::usable_prefix, py::arg("num_tokens"))
       .def("describe", &PageSpec::describe)
       .def("__repr__", [](const PageSpec& s) { return "PageSpec(" + s.describe() + ")"; })
-      .def("__eq__", [](const PageSpec& a, const PageSpec& b) { return a.describe() == b.describe(); })
+      .def("__eq__",
+           [](const PageSpec& a, const PageSpec& b) { return a.describe() == b.describe(); })
       .def("__hash__", [](const PageSpec& s) { return py::hash(py::str(s.describe())); });
 }
 
 void bind_arena(py::module_& m) {
   py::class_<ReadonlyMapping>(m, "ReadonlyMapping")
       .def_property_readonly("bytes", &ReadonlyMapping::bytes)
-      .def_property_readonly(
-          "address", [](const ReadonlyMapping& r) { return reinterpret_cast<std::uintptr_t>(r.data()); });
+      .def_property_readonly("address", [](const ReadonlyMapping& r) {
+        return reinterpret_cast<std::uintptr_t>(r.data());
+      });
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init([](std::int64_t bytes, bool huge_pages) {
              py::gil_scoped_release release;
@@ -104,27 +110,30 @@ void bind_arena(py::module_& m) {
       .def_property_readonly("bytes", &Arena::bytes)
       .def_property_readonly("huge_bytes", &Arena::huge_bytes)
       .def_property_readonly("fd", &Arena::fd)
-      .def_property_readonly("address",
-                             [](const Arena& a) { return reinterpret_cast<std::uintptr_t>(a.data()); })
+      .def_property_readonly(
+          "address", [](const Arena& a) { return reinterpret_cast<std::uintptr_t>(a.data()); })
       .def("reopen_readonly", [](const Arena& a) { return unwrap(a.reopen_readonly()); })
       .def_static(
-          "map_readonly", [](int fd, std::int64_t bytes) { return unwrap(ReadonlyMapping::make(fd, bytes)); },
+          "map_readonly",
+          [](int fd, std::int64_t bytes) { return unwrap(ReadonlyMapping::make(fd, bytes)); },
           py::arg("fd"), py::arg("bytes"));
 }
 
 // A canonical array of the page's format: uint16 bit patterns or float32, C order.
 py::array slice_array(const PageSpec& spec, std::int32_t head_dim) {
   const auto& o = spec.options();
-  const py::dtype dtype = o.format == Format::kF32 ? py::dtype::of<float>() : py::dtype::of<std::uint16_t>();
+  const py::dtype dtype =
+      o.format == Format::kF32 ? py::dtype::of<float>() : py::dtype::of<std::uint16_t>();
   return py::array(dtype, std::vector<py::ssize_t>{o.page_size, o.num_kv_heads, head_dim});
 }
 
 py::tuple read_slice(const Pool& pool, std::int32_t page, std::int32_t layer) {
   py::array k = slice_array(pool.spec(), pool.spec().options().head_dim_k);
   py::array v = slice_array(pool.spec(), pool.spec().options().head_dim_v);
-  unwrap(pages::read_slice(pool, page, layer,
-                           {static_cast<std::byte*>(k.mutable_data()), static_cast<std::size_t>(k.nbytes())},
-                           {static_cast<std::byte*>(v.mutable_data()), static_cast<std::size_t>(v.nbytes())}));
+  unwrap(pages::read_slice(
+      pool, page, layer,
+      {static_cast<std::byte*>(k.mutable_data()), static_cast<std::size_t>(k.nbytes())},
+      {static_cast<std::byte*>(v.mutable_data()), static_cast<std::size_t>(v.nbytes())}));
   return py::make_tuple(k, v);
 }
 
@@ -134,16 +143,18 @@ std::span<const std::byte> checked(const char* field, const py::array& given, co
   const bool f16 = spec.options().format == Format::kF16 && given.dtype().kind() == 'f' &&
                    given.itemsize() == 2;  // numpy.float16 has the same bits
   if (!f16 && !given.dtype().equal(want.dtype()))
-    throw ErrorException{invalid_argument(text(field, " has dtype ", std::string(py::str(given.dtype())),
-                                               ": allowed ", std::string(py::str(want.dtype()))))};
+    throw ErrorException{
+        invalid_argument(text(field, " has dtype ", std::string(py::str(given.dtype())),
+                              ": allowed ", std::string(py::str(want.dtype()))))};
   const auto shape = [](const py::array& a) { return std::string(py::repr(a.attr("shape"))); };
   if (shape(given) != shape(want))
-    throw ErrorException{invalid_argument(
-        text(field, " has shape ", shape(given), ": allowed ", shape(want)))};
+    throw ErrorException{
+        invalid_argument(text(field, " has shape ", shape(given), ": allowed ", shape(want)))};
   return {static_cast<const std::byte*>(given.data()), static_cast<std::size_t>(given.nbytes())};
 }
 
-void write_slice(Pool& pool, std::int32_t page, std::int32_t layer, const py::array& k, const py::array& v) {
+void write_slice(Pool& pool, std::int32_t page, std::int32_t layer, const py::array& k,
+                 const py::array& v) {
   const py::array k_rows = py::array::ensure(k, py::array::c_style);
   const py::array v_rows = py::array::ensure(v, py::array::c_style);
   const auto& o = pool.spec().options();
@@ -153,8 +164,8 @@ void write_slice(Pool& pool, std::int32_t page, std::int32_t layer, const py::ar
 
 py::tuple stats_tuple(const Pool& pool) {
   const pages::PoolStats s = pool.stats();
-  return py::make_tuple(s.num_frames, s.free_frames, s.num_pages, s.held_pages, s.io_pages, s.sealed_pages,
-                        s.arena_bytes, s.arena_huge_bytes);
+  return py::make_tuple(s.num_frames, s.free_frames, s.num_pages, s.held_pages, s.io_pages,
+                        s.sealed_pages, s.arena_bytes, s.arena_huge_bytes);
 }
 
 void bind_pool(py::module_& m) {
@@ -164,46 +175,66 @@ void bind_pool(py::module_& m) {
              py::gil_scoped_release release;
              return unwrap(Pool::make(spec, num_frames, std::move(arena), huge_pages));
            }),
-           py::arg("spec"), py::arg("num_frames"), py::arg("arena") = py::none(), py::arg("huge_pages") = true)
-      .def("alloc", [](Pool& p, std::int64_t n) { return unwrap(p.alloc(n)); }, py::arg("num_pages"))
-      .def("incref", [](Pool& p, const PageList& l) { unwrap(p.incref(l)); }, py::arg("pages"))
-      .def("decref", [](Pool& p, const PageList& l) { unwrap(p.decref(l)); }, py::arg("pages"))
-      .def("io_acquire", [](Pool& p, const PageList& l) { unwrap(p.io_acquire(l)); }, py::arg("pages"))
-      .def("io_release", [](Pool& p, const PageList& l) { unwrap(p.io_release(l)); }, py::arg("pages"))
-      .def("seal", [](Pool& p, const PageList& l) { unwrap(p.seal(l)); }, py::arg("pages"))
-      .def("is_sealed", [](const Pool& p, std::int32_t page) { return unwrap(p.is_sealed(page)); },
-           py::arg("page"))
-      .def("generation", [](const Pool& p, std::int32_t page) { return unwrap(p.generation(page)); },
-           py::arg("page"))
-      .def("refs",
-           [](const Pool& p, std::int32_t page) {
-             const pages::PageRefs r = unwrap(p.refs(page));
-             return std::pair(r.owner, r.io);
-           },
-           py::arg("page"))
+           py::arg("spec"), py::arg("num_frames"), py::arg("arena") = py::none(),
+           py::arg("huge_pages") = true)
+      .def(
+          "alloc", [](Pool& p, std::int64_t n) { return unwrap(p.alloc(n)); }, py::arg("num_pages"))
+      .def(
+          "incref", [](Pool& p, const PageList& l) { unwrap(p.incref(l)); }, py::arg("pages"))
+      .def(
+          "decref", [](Pool& p, const PageList& l) { unwrap(p.decref(l)); }, py::arg("pages"))
+      .def(
+          "io_acquire", [](Pool& p, const PageList& l) { unwrap(p.io_acquire(l)); },
+          py::arg("pages"))
+      .def(
+          "io_release", [](Pool& p, const PageList& l) { unwrap(p.io_release(l)); },
+          py::arg("pages"))
+      .def(
+          "seal", [](Pool& p, const PageList& l) { unwrap(p.seal(l)); }, py::arg("pages"))
+      .def(
+          "is_sealed", [](const Pool& p, std::int32_t page) { return unwrap(p.is_sealed(page)); },
+          py::arg("page"))
+      .def(
+          "generation", [](const Pool& p, std::int32_t page) { return unwrap(p.generation(page)); },
+          py::arg("page"))
+      .def(
+          "refs",
+          [](const Pool& p, std::int32_t page) {
+            const pages::PageRefs r = unwrap(p.refs(page));
+            return std::pair(r.owner, r.io);
+          },
+          py::arg("page"))
       .def("_stats", &stats_tuple)
       .def("set_faults", &Pool::set_faults, py::arg("faults"))
       .def("read_slice", &read_slice, py::arg("page"), py::arg("layer"))
-      .def("write_slice", &write_slice, py::arg("page"), py::arg("layer"), py::arg("k"), py::arg("v"))
+      .def("write_slice", &write_slice, py::arg("page"), py::arg("layer"), py::arg("k"),
+           py::arg("v"))
       .def_property_readonly("spec", &Pool::spec)
       .def_property_readonly("arena", &Pool::arena)
       .def_property_readonly("num_pages", &Pool::num_pages)
-      .def_property_readonly("view_address",
-                             [](const Pool& p) { return reinterpret_cast<std::uintptr_t>(&p.view()); });
+      .def_property_readonly("view_address", [](const Pool& p) {
+        return reinterpret_cast<std::uintptr_t>(&p.view());
+      });
 }
 
 void bind_sequence(py::module_& m) {
   using pages::SequencePages;
   py::class_<SequencePages>(m, "SequencePages")
       .def(py::init<std::shared_ptr<Pool>>(), py::arg("pool").none(false))
-      .def("adopt",
-           [](SequencePages& s, const PageList& l, std::int64_t n) { unwrap(s.adopt(l, n)); },
-           py::arg("prefix"), py::arg("num_tokens"))
-      .def("grow", [](SequencePages& s, std::int64_t n) { unwrap(s.grow(n)); }, py::arg("num_tokens"))
-      .def("truncate", [](SequencePages& s, std::int64_t n) { unwrap(s.truncate(n)); },
-           py::arg("num_tokens"))
-      .def("replace_prefix", [](SequencePages& s, const PageList& l) { unwrap(s.replace_prefix(l)); },
-           py::arg("pages"))
+      .def(
+          "adopt",
+          [](SequencePages& s, const PageList& l, std::int64_t n) { unwrap(s.adopt(l, n)); },
+          py::arg("prefix"), py::arg("num_tokens"))
+      .def(
+          "grow", [](SequencePages& s, std::int64_t n) { unwrap(s.grow(n)); },
+          py::arg("num_tokens"))
+      .def(
+          "truncate", [](SequencePages& s, std::int64_t n) { unwrap(s.truncate(n)); },
+          py::arg("num_tokens"))
+      .def(
+          "replace_prefix",
+          [](SequencePages& s, const PageList& l) { unwrap(s.replace_prefix(l)); },
+          py::arg("pages"))
       .def("release", &SequencePages::release)
       .def_property_readonly("released", &SequencePages::released)
       .def_property_readonly("pages", &SequencePages::pages)
@@ -211,19 +242,23 @@ void bind_sequence(py::module_& m) {
       .def_property_readonly("capacity_tokens", &SequencePages::capacity_tokens);
 }
 
-py::array_t<std::int32_t> block_table(const std::vector<PageList>& rows, std::optional<std::int64_t> max_pages) {
+py::array_t<std::int32_t> block_table(const std::vector<PageList>& rows,
+                                      std::optional<std::int64_t> max_pages) {
   std::int64_t width = 0;
   for (const PageList& row : rows) width = std::max(width, static_cast<std::int64_t>(row.size()));
   width = max_pages.value_or(width);
   if (width < 0)
-    throw ErrorException{invalid_argument(text("max_pages=", width, " is out of range: allowed 0 and up"))};
-  py::array_t<std::int32_t> table({static_cast<py::ssize_t>(rows.size()), static_cast<py::ssize_t>(width)});
-  unwrap(pages::fill_block_table(rows, width, {table.mutable_data(), static_cast<std::size_t>(table.size())}));
+    throw ErrorException{
+        invalid_argument(text("max_pages=", width, " is out of range: allowed 0 and up"))};
+  py::array_t<std::int32_t> table(
+      {static_cast<py::ssize_t>(rows.size()), static_cast<py::ssize_t>(width)});
+  unwrap(pages::fill_block_table(rows, width,
+                                 {table.mutable_data(), static_cast<std::size_t>(table.size())}));
   return table;
 }
 
-py::array_t<std::int64_t> slot_mapping(const PageList& pages, std::int64_t page_size, std::int64_t first_token,
-                                       std::int64_t num_tokens) {
+py::array_t<std::int64_t> slot_mapping(const PageList& pages, std::int64_t page_size,
+                                       std::int64_t first_token, std::int64_t num_tokens) {
   if (num_tokens < 0)
     throw ErrorException{
         invalid_argument(text("num_tokens=", num_tokens, " is out of range: allowed 0 and up"))};
@@ -242,8 +277,8 @@ void bind_pages(py::module_ m) {
   bind_sequence(m);
   m.def("usable_prefix", &pages::usable_prefix, py::arg("num_tokens"), py::arg("page_size"));
   m.def("block_table", &block_table, py::arg("rows"), py::arg("max_pages") = py::none());
-  m.def("slot_mapping", &slot_mapping, py::arg("pages"), py::arg("page_size"), py::arg("first_token"),
-        py::arg("num_tokens"));
+  m.def("slot_mapping", &slot_mapping, py::arg("pages"), py::arg("page_size"),
+        py::arg("first_token"), py::arg("num_tokens"));
 }
 
 }  // namespace kvcore::bindings

@@ -26,7 +26,8 @@ using prefix::ClusterIndex;
 using prefix::Match;
 using prefix::RadixTree;
 
-std::unique_ptr<RadixTree> make_tree(std::shared_ptr<Pool> pool, const std::optional<std::string>& secret) {
+std::unique_ptr<RadixTree> make_tree(std::shared_ptr<Pool> pool,
+                                     const std::optional<std::string>& secret) {
   std::optional<std::span<const std::byte>> key;
   if (secret) key = std::as_bytes(std::span(*secret));
   return unwrap(RadixTree::make(std::move(pool), key));
@@ -55,8 +56,11 @@ void bind_tree(py::module_& m) {
               const std::vector<std::int32_t>& pages) {
              return unwrap(t.insert(ns, token_span(token_array(tokens)), pages));
            })
-      .def("lock", [](RadixTree& t, std::int64_t node) { unwrap(t.lock(node)); }, py::arg("node"))
-      .def("unlock", [](RadixTree& t, std::int64_t node) { unwrap(t.unlock(node)); }, py::arg("node"))
+      .def(
+          "lock", [](RadixTree& t, std::int64_t node) { unwrap(t.lock(node)); }, py::arg("node"))
+      .def(
+          "unlock", [](RadixTree& t, std::int64_t node) { unwrap(t.unlock(node)); },
+          py::arg("node"))
       .def("evict", &RadixTree::evict, py::arg("num_pages"))
       .def("clear", &RadixTree::clear)
       .def("_stats", &stats_tuple)
@@ -78,9 +82,12 @@ void bind_tree(py::module_& m) {
 
 const char* name_of(Applied applied) {
   switch (applied) {
-    case Applied::kOk: return "ok";
-    case Applied::kStale: return "stale";
-    case Applied::kResync: return "resync";
+    case Applied::kOk:
+      return "ok";
+    case Applied::kStale:
+      return "stale";
+    case Applied::kResync:
+      return "resync";
   }
   return "resync";
 }
@@ -88,30 +95,35 @@ const char* name_of(Applied applied) {
 void bind_cluster(py::module_& m) {
   py::class_<ClusterIndex>(m, "ClusterIndex")
       .def(py::init<>())
-      .def("apply",
-           [](ClusterIndex& c, const std::string& worker, std::uint64_t incarnation, std::uint64_t seq,
-              const py::iterable& stored, const py::iterable& removed) {
-             const auto in = keys_of("stored", stored);
-             const auto out = keys_of("removed", removed);
-             return name_of(c.apply(worker, incarnation, seq, in, out));
-           },
-           py::arg("worker_id"), py::arg("incarnation"), py::arg("seq"), py::arg("stored"),
-           py::arg("removed"))
-      .def("apply_snapshot",
-           [](ClusterIndex& c, const std::string& worker, std::uint64_t incarnation, std::uint64_t seq,
-              const py::iterable& keys) {
-             return name_of(c.apply_snapshot(worker, incarnation, seq, keys_of("keys", keys)));
-           },
-           py::arg("worker_id"), py::arg("incarnation"), py::arg("seq"), py::arg("keys"))
-      .def("drop", [](ClusterIndex& c, const std::string& worker) { return c.drop(worker); },
-           py::arg("worker_id"))
-      .def("query",
-           [](const ClusterIndex& c, const py::iterable& keys) {
-             py::dict out;
-             for (const auto& [worker, units] : c.query(keys_of("keys", keys))) out[py::bytes(worker)] = units;
-             return out;
-           },
-           py::arg("keys"))
+      .def(
+          "apply",
+          [](ClusterIndex& c, const std::string& worker, std::uint64_t incarnation,
+             std::uint64_t seq, const py::iterable& stored, const py::iterable& removed) {
+            const auto in = keys_of("stored", stored);
+            const auto out = keys_of("removed", removed);
+            return name_of(c.apply(worker, incarnation, seq, in, out));
+          },
+          py::arg("worker_id"), py::arg("incarnation"), py::arg("seq"), py::arg("stored"),
+          py::arg("removed"))
+      .def(
+          "apply_snapshot",
+          [](ClusterIndex& c, const std::string& worker, std::uint64_t incarnation,
+             std::uint64_t seq, const py::iterable& keys) {
+            return name_of(c.apply_snapshot(worker, incarnation, seq, keys_of("keys", keys)));
+          },
+          py::arg("worker_id"), py::arg("incarnation"), py::arg("seq"), py::arg("keys"))
+      .def(
+          "drop", [](ClusterIndex& c, const std::string& worker) { return c.drop(worker); },
+          py::arg("worker_id"))
+      .def(
+          "query",
+          [](const ClusterIndex& c, const py::iterable& keys) {
+            py::dict out;
+            for (const auto& [worker, units] : c.query(keys_of("keys", keys)))
+              out[py::bytes(worker)] = units;
+            return out;
+          },
+          py::arg("keys"))
       .def_property_readonly("num_workers", &ClusterIndex::num_workers)
       .def_property_readonly("num_keys", &ClusterIndex::num_keys);
 }

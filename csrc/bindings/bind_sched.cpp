@@ -39,8 +39,12 @@ sched::WorkerLoad load_of(const py::handle& w) {
 
 sched::CostModel model_of(const py::handle& m) {
   const auto value = [&](const char* field) { return m.attr(field).cast<double>(); };
-  return {value("unknown_tokens_per_s"), value("link_bytes_per_s"), value("stream_tail"),
-          value("sequence_s"),           value("pressure_s"),       value("frame_s"),
+  return {value("unknown_tokens_per_s"),
+          value("link_bytes_per_s"),
+          value("stream_tail"),
+          value("sequence_s"),
+          value("pressure_s"),
+          value("frame_s"),
           value("max_wait_s")};
 }
 
@@ -49,8 +53,8 @@ py::tuple choose(std::int64_t prompt_tokens, std::int64_t max_new_tokens, double
                  const py::iterable& workers, const py::object& model) {
   std::vector<sched::WorkerLoad> loads;
   for (const py::handle w : workers) loads.push_back(load_of(w));
-  const auto choice =
-      unwrap(sched::choose({prompt_tokens, max_new_tokens, kv_bytes_per_token}, loads, model_of(model)));
+  const auto choice = unwrap(
+      sched::choose({prompt_tokens, max_new_tokens, kv_bytes_per_token}, loads, model_of(model)));
   if (const auto* r = std::get_if<sched::Rejection>(&choice))
     return py::make_tuple(std::string(to_string(r->reason)), r->retry_after_s);
   const auto& p = std::get<sched::Placement>(choice);

@@ -24,8 +24,8 @@ std::vector<pages::Key> keys_of(const char* field, const py::iterable& keys) {
     const auto bytes = is_bytes ? item.cast<std::string_view>() : std::string_view();
     if (bytes.size() != sizeof(pages::Key))
       throw ErrorException{invalid_argument(
-          text(field, "[", out.size(), "] is ", is_bytes ? text(bytes.size(), " bytes") : "not bytes",
-               ": allowed 32 bytes"))};
+          text(field, "[", out.size(), "] is ",
+               is_bytes ? text(bytes.size(), " bytes") : "not bytes", ": allowed 32 bytes"))};
     std::memcpy(out.emplace_back().data(), bytes.data(), sizeof(pages::Key));
   }
   return out;

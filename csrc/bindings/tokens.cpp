@@ -16,7 +16,8 @@ namespace {
 }
 
 TokenArray narrowed(const py::array& given) {
-  const auto wide = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>::ensure(given);
+  const auto wide =
+      py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>::ensure(given);
   if (!wide) throw py::error_already_set();
   TokenArray out(wide.size());
   for (py::ssize_t i = 0; i < wide.size(); ++i) {
@@ -36,8 +37,7 @@ TokenArray token_array(const py::object& tokens) {
     PyErr_Clear();
     refuse("tokens must be a one-dimensional array of integers");
   }
-  if (given.ndim() != 1)
-    refuse(text("tokens has ", given.ndim(), " dimensions: allowed 1"));
+  if (given.ndim() != 1) refuse(text("tokens has ", given.ndim(), " dimensions: allowed 1"));
   if (given.size() == 0) return TokenArray(0);
   const char kind = given.dtype().kind();
   if (kind != 'i' && kind != 'u')

@@ -38,7 +38,8 @@ std::size_t size(std::int64_t bytes) { return static_cast<std::size_t>(bytes); }
 // Maps fd at a 2 MiB aligned address, which huge pages need.
 Result<std::byte*> map_aligned(int fd, std::int64_t bytes, int protection) {
   const std::size_t span = size(bytes + kHugePageBytes);
-  void* reserved = ::mmap(nullptr, span, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* reserved =
+      ::mmap(nullptr, span, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (reserved == MAP_FAILED) return io_error("mmap", errno);
   const auto first = reinterpret_cast<std::uintptr_t>(reserved);
   const std::uintptr_t mask = static_cast<std::uintptr_t>(kHugePageBytes) - 1;
@@ -79,8 +80,8 @@ bool populate(std::byte* data, std::int64_t bytes) {
   return true;
 }
 
-// One touched page per 2 MiB is enough for the kernel to collapse the whole; what it did not collapse
-// is touched afterwards (and costs nothing where it did).
+// One touched page per 2 MiB is enough for the kernel to collapse the whole; what it did not
+// collapse is touched afterwards (and costs nothing where it did).
 bool populate_huge(std::byte* data, std::int64_t bytes) {
   (void)::madvise(data, size(bytes), MADV_HUGEPAGE);
   for (std::int64_t at = 0; at < bytes; at += kHugePageBytes) {
@@ -94,7 +95,8 @@ bool populate_huge(std::byte* data, std::int64_t bytes) {
 
 Result<std::shared_ptr<Arena>> Arena::make(std::int64_t bytes, bool huge_pages) {
   if (bytes < 1 || bytes > kMaxArenaBytes)
-    return invalid_argument(text("bytes=", bytes, " is out of range: allowed 1 to ", kMaxArenaBytes));
+    return invalid_argument(
+        text("bytes=", bytes, " is out of range: allowed 1 to ", kMaxArenaBytes));
   bytes = (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
   const int fd = ::memfd_create("kvcore-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return io_error("memfd_create", errno);
@@ -110,8 +112,9 @@ Result<std::shared_ptr<Arena>> Arena::make(std::int64_t bytes, bool huge_pages) 
   }
   std::shared_ptr<Arena> arena(new Arena(fd, *mapped, bytes));
   if (!(huge_pages ? populate_huge(arena->data_, bytes) : populate(arena->data_, bytes)))
-    return Error{ErrorCode::kIo, text("arena of ", bytes, " bytes could not be filled with memory: ",
-                                      std::strerror(errno))};
+    return Error{
+        ErrorCode::kIo,
+        text("arena of ", bytes, " bytes could not be filled with memory: ", std::strerror(errno))};
   arena->huge_bytes_ = pmd_mapped_bytes(arena->data_);
   if (::fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SHRINK | F_SEAL_GROW) != 0)
     return io_error("fcntl(F_ADD_SEALS)", errno);
@@ -131,7 +134,8 @@ Result<int> Arena::reopen_readonly() const {
 }
 
 Result<std::int64_t> Arena::reserve(std::int64_t bytes) {
-  if (bytes < 1) return invalid_argument(text("bytes=", bytes, " is out of range: allowed 1 and up"));
+  if (bytes < 1)
+    return invalid_argument(text("bytes=", bytes, " is out of range: allowed 1 and up"));
   const std::int64_t aligned = (bytes + kFrameAlignBytes - 1) / kFrameAlignBytes * kFrameAlignBytes;
   std::int64_t offset = reserved_.load();
   do {

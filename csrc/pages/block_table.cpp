@@ -10,16 +10,18 @@ Status fill_block_table(std::span<const std::vector<std::int32_t>> rows, std::in
                         std::span<std::int32_t> table) {
   const auto width = static_cast<std::size_t>(std::max<std::int64_t>(max_pages, 0));
   if (max_pages < 0 || table.size() != rows.size() * width)
-    return invalid_argument(text("table has ", table.size(), " entries: allowed num_seqs * max_pages = ",
-                                 rows.size(), " * ", max_pages));
+    return invalid_argument(text("table has ", table.size(),
+                                 " entries: allowed num_seqs * max_pages = ", rows.size(), " * ",
+                                 max_pages));
   for (std::size_t i = 0; i < rows.size(); ++i) {
     if (rows[i].size() > width)
-      return invalid_argument(text("row ", i, " has ", rows[i].size(), " pages: allowed max_pages = ",
-                                   max_pages));
+      return invalid_argument(
+          text("row ", i, " has ", rows[i].size(), " pages: allowed max_pages = ", max_pages));
   }
   std::fill(table.begin(), table.end(), kNoPage);
   for (std::size_t i = 0; i < rows.size(); ++i)
-    std::copy(rows[i].begin(), rows[i].end(), table.begin() + static_cast<std::ptrdiff_t>(i * width));
+    std::copy(rows[i].begin(), rows[i].end(),
+              table.begin() + static_cast<std::ptrdiff_t>(i * width));
   return {};
 }
 
@@ -35,7 +37,8 @@ Status fill_slot_mapping(std::span<const std::int32_t> pages, std::int64_t page_
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t token = first_token + i;
     slots[static_cast<std::size_t>(i)] =
-        std::int64_t{pages[static_cast<std::size_t>(token / page_size)]} * page_size + token % page_size;
+        std::int64_t{pages[static_cast<std::size_t>(token / page_size)]} * page_size +
+        token % page_size;
   }
   return {};
 }

@@ -1,5 +1,5 @@
-// Block tables: the int32 [num_seqs, max_pages] page ids kernels read, and slot mappings derived from
-// them. Thread rules: pure functions. Units: pages, tokens.
+// Block tables: the int32 [num_seqs, max_pages] page ids kernels read, and slot mappings derived
+// from them. Thread rules: pure functions. Units: pages, tokens.
 #pragma once
 
 #include <cstdint>

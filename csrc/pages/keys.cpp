@@ -9,7 +9,8 @@
 namespace kvcore::pages {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "tokens are hashed as they lie in memory");
+static_assert(std::endian::native == std::endian::little,
+              "tokens are hashed as they lie in memory");
 constexpr std::int64_t kMaxUnitTokens = 4096;
 
 void update_with_length(Blake2b& hash, std::string_view bytes) {

@@ -1,8 +1,9 @@
 // Page keys: the names pages have outside their process (router index, tiers, other nodes).
-//   key[i] = BLAKE2b-256(key = secret, namespace digest (32 B) | key[i-1] | tokens[i*unit .. (i+1)*unit))
-// with tokens as little-endian int32 and 32 zero bytes before the first key. So a key names the whole
-// prefix up to its page, and two namespaces or two secrets never share one.
-// Only whole units have keys. Thread rules: a KeyChain belongs to one thread. Units: tokens.
+//   key[i] = BLAKE2b-256(key = secret, namespace digest (32 B) | key[i-1] | tokens[i*unit ..
+//   (i+1)*unit))
+// with tokens as little-endian int32 and 32 zero bytes before the first key. So a key names the
+// whole prefix up to its page, and two namespaces or two secrets never share one. Only whole units
+// have keys. Thread rules: a KeyChain belongs to one thread. Units: tokens.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +27,8 @@ struct NamespaceField {
   std::string_view value;
 };
 
-// BLAKE2b-256 over (tag length, tag, value length, value) of each field in the order given, lengths as
-// little-endian uint32: no two lists of fields have the same input bytes.
+// BLAKE2b-256 over (tag length, tag, value length, value) of each field in the order given, lengths
+// as little-endian uint32: no two lists of fields have the same input bytes.
 Digest32 namespace_digest(std::span<const NamespaceField> fields);
 
 // Makes the keys of successive units from the state after the secret, hashed once.

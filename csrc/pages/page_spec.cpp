@@ -73,10 +73,12 @@ std::int64_t PageSpec::usable_prefix(std::int64_t num_tokens) const noexcept {
 }
 
 std::string PageSpec::describe() const {
-  const char* format = o_.format == Format::kF32 ? "f32" : o_.format == Format::kF16 ? "f16" : "bf16";
-  return text("layers=", o_.num_layers, " kv_heads=", o_.num_kv_heads, " head_dim_k=", o_.head_dim_k,
-              " head_dim_v=", o_.head_dim_v, " page_size=", o_.page_size,
-              " extent_pages=", o_.extent_pages, " format=", format,
+  const char* format = o_.format == Format::kF32   ? "f32"
+                       : o_.format == Format::kF16 ? "f16"
+                                                   : "bf16";
+  return text("layers=", o_.num_layers, " kv_heads=", o_.num_kv_heads,
+              " head_dim_k=", o_.head_dim_k, " head_dim_v=", o_.head_dim_v,
+              " page_size=", o_.page_size, " extent_pages=", o_.extent_pages, " format=", format,
               " layout=", o_.layout == LayoutId::kPacked ? "packed" : "canonical");
 }
 

@@ -1,7 +1,8 @@
 // PageSpec: the geometry of one layer group's pages; every byte offset follows from it.
 // A frame = extent_pages consecutive pages of one sequence, layer-major inside:
 //   frame_bytes  = align(num_layers * extent_pages * slice_bytes, 4096)
-//   slice(p, l)  = frame + l * layer_stride_bytes + p * slice_bytes,  layer_stride = extent_pages * slice_bytes
+//   slice(p, l)  = frame + l * layer_stride_bytes + p * slice_bytes,  layer_stride = extent_pages *
+//   slice_bytes
 // Invariants: immutable after make(); all sizes int64 bytes. Thread rules: a plain value.
 #pragma once
 
@@ -21,8 +22,9 @@ struct PageSpecOptions {
   std::int32_t num_kv_heads = 0;
   std::int32_t head_dim_k = 0;
   std::int32_t head_dim_v = 0;
-  std::int32_t page_size = 64;    // tokens; 16, 32, 64 or 128
-  std::int32_t extent_pages = 0;  // 0 = smallest power of two whose run per layer is >= 128 KiB, at most 16
+  std::int32_t page_size = 64;  // tokens; 16, 32, 64 or 128
+  std::int32_t extent_pages =
+      0;  // 0 = smallest power of two whose run per layer is >= 128 KiB, at most 16
   Format format = Format::kBf16;
   LayoutId layout = LayoutId::kPacked;
 };
@@ -40,7 +42,8 @@ class PageSpec {
   std::int64_t frame_bytes() const noexcept;
   std::int64_t page_bytes() const noexcept { return slice_bytes() * o_.num_layers; }
   HeadBlock head_block(std::int32_t head) const noexcept;
-  // Tokens of a prompt of n that may come from a cache: whole pages, at least one token left to compute.
+  // Tokens of a prompt of n that may come from a cache: whole pages, at least one token left to
+  // compute.
   std::int64_t usable_prefix(std::int64_t num_tokens) const noexcept;
   // Canonical text of every field, e.g. for handshakes and error messages.
   std::string describe() const;

@@ -21,7 +21,8 @@ Result<std::shared_ptr<Pool>> Pool::make(const PageSpec& spec, std::int64_t num_
   const std::int64_t most =
       std::min(kMaxPages / spec.options().extent_pages, kMaxArenaBytes / spec.frame_bytes());
   if (num_frames < 1 || num_frames > most)
-    return invalid_argument(text("num_frames=", num_frames, " is out of range: allowed 1 to ", most));
+    return invalid_argument(
+        text("num_frames=", num_frames, " is out of range: allowed 1 to ", most));
   const std::int64_t bytes = num_frames * spec.frame_bytes();
   if (arena == nullptr) {
     KVCORE_ASSIGN_OR_RETURN(arena, Arena::make(bytes, huge_pages));
@@ -42,7 +43,8 @@ Pool::Pool(const PageSpec& spec, std::int64_t num_frames, std::shared_ptr<Arena>
     records_.push_back(
         {offset_bytes + frame * spec_.frame_bytes() + slot * spec_.slice_bytes(), 0, 0});
   }
-  for (std::int32_t head = 0; head < o.num_kv_heads; ++head) heads_.push_back(spec_.head_block(head));
+  for (std::int32_t head = 0; head < o.num_kv_heads; ++head)
+    heads_.push_back(spec_.head_block(head));
   class_ = {spec_.layer_stride_bytes(), spec_.slice_bytes(), heads_.data(), o.layout};
   view_ = {arena_->data(), records_.data(), &class_,      num_pages,    1,
            o.num_layers,   o.num_kv_heads,  o.head_dim_k, o.head_dim_v, o.page_size};
@@ -51,7 +53,8 @@ Pool::Pool(const PageSpec& spec, std::int64_t num_frames, std::shared_ptr<Arena>
   generation_.assign(at(num_frames), 1);
   live_pages_.assign(at(num_frames), -1);
   free_.reserve(at(num_frames));
-  for (std::int64_t frame = num_frames; frame-- > 0;) free_.push_back(static_cast<std::int32_t>(frame));
+  for (std::int64_t frame = num_frames; frame-- > 0;)
+    free_.push_back(static_cast<std::int32_t>(frame));
 }
 
 Result<std::vector<std::int32_t>> Pool::alloc(std::int64_t num_pages) {
@@ -118,7 +121,8 @@ Status Pool::drop(std::span<const std::int32_t> pages, Count count) {
   for (std::size_t i = 0; i < pages.size(); ++i) {
     Status status = check_page(pages[i]);
     if (status && field(pages[i]) == 0)
-      status = invalid_argument(text("page=", pages[i], " has no ", count == Count::kOwner ? "owner" : "io",
+      status = invalid_argument(text("page=", pages[i], " has no ",
+                                     count == Count::kOwner ? "owner" : "io",
                                      " ref left to drop (position ", i, " of ", pages.size(), ")"));
     if (!status) {
       for (std::size_t j = 0; j < i; ++j) ++field(pages[j]);
@@ -132,7 +136,8 @@ Status Pool::drop(std::span<const std::int32_t> pages, Count count) {
     if (field(page) != 0) continue;
     field(page) = -1;  // settled: a later mention of the same page must not settle it again
     --held;
-    if ((count == Count::kOwner ? r.io : r.owner) == 0) --live_pages_[at(page / spec_.options().extent_pages)];
+    if ((count == Count::kOwner ? r.io : r.owner) == 0)
+      --live_pages_[at(page / spec_.options().extent_pages)];
   }
   for (const std::int32_t page : pages) {
     if (field(page) == -1) field(page) = 0;
@@ -207,8 +212,10 @@ void Pool::set_faults(std::shared_ptr<FaultPlan> faults) {
 
 PoolStats Pool::stats() const {
   std::lock_guard lock(mutex_);
-  return {num_frames_,  static_cast<std::int64_t>(free_.size()), view_.num_pages, held_pages_, io_pages_,
-          sealed_pages_, arena_->bytes(), arena_->huge_bytes()};
+  return {num_frames_,     static_cast<std::int64_t>(free_.size()),
+          view_.num_pages, held_pages_,
+          io_pages_,       sealed_pages_,
+          arena_->bytes(), arena_->huge_bytes()};
 }
 
 std::byte* Pool::slice(std::int32_t page, std::int32_t layer) const noexcept {

@@ -1,17 +1,17 @@
 // Pool: hands out pages, counts who holds them, and tells kernels where they lie.
 //
-// Page id = frame * extent_pages + i. Memory is given and taken back by whole frames: a frame is free
-// when all its pages have owner refs 0 and io refs 0; at that moment its generation grows by one, so
-// an old (page, generation) pair is recognisably stale.
-// Owner refs say "this page's content is wanted", io refs say "a transfer still reads or writes these
-// bytes"; neither stands in for the other. A page nobody owns can gain no new refs.
-// Sealed pages are immutable; a seal ends when the frame is freed.
+// Page id = frame * extent_pages + i. Memory is given and taken back by whole frames: a frame is
+// free when all its pages have owner refs 0 and io refs 0; at that moment its generation grows by
+// one, so an old (page, generation) pair is recognisably stale. Owner refs say "this page's content
+// is wanted", io refs say "a transfer still reads or writes these bytes"; neither stands in for the
+// other. A page nobody owns can gain no new refs. Sealed pages are immutable; a seal ends when the
+// frame is freed.
 //
-// Invariants (checked by the stateful tests): counts never go below zero and are never clamped; a call
-// that fails changes nothing; free + held frames = num_frames.
-// Thread rules: every member function is thread-safe (one internal mutex); view() is constant for the
-// pool's life and its records never move. No clock, no threads, no system call after make().
-// Units: pages, frames, bytes as named.
+// Invariants (checked by the stateful tests): counts never go below zero and are never clamped; a
+// call that fails changes nothing; free + held frames = num_frames. Thread rules: every member
+// function is thread-safe (one internal mutex); view() is constant for the pool's life and its
+// records never move. No clock, no threads, no system call after make(). Units: pages, frames,
+// bytes as named.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +53,8 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   // ceil(num_pages / extent_pages) frames, all or nothing; each page gets owner ref 1. Pages beyond
-  // num_pages are the rest of the last frame: the caller owns them too (a sequence grows into them).
+  // num_pages are the rest of the last frame: the caller owns them too (a sequence grows into
+  // them).
   Result<std::vector<std::int32_t>> alloc(std::int64_t num_pages);
   // The list may name a page several times; each time counts.
   Status incref(std::span<const std::int32_t> pages);
@@ -96,8 +97,8 @@ class Pool {
   PagesView view_;
 
   mutable std::mutex mutex_;
-  std::vector<PageRefs> refs_;          // [num_pages]
-  std::vector<std::uint8_t> sealed_;    // [num_pages]
+  std::vector<PageRefs> refs_;             // [num_pages]
+  std::vector<std::uint8_t> sealed_;       // [num_pages]
   std::vector<std::uint64_t> generation_;  // [num_frames]
   std::vector<std::int32_t> live_pages_;   // [num_frames]: pages with any ref; -1 = free
   std::vector<std::int32_t> free_;         // frames, last freed on top (its bytes are warm)

@@ -20,7 +20,8 @@ std::int64_t SequencePages::capacity_tokens() const noexcept {
 Status SequencePages::adopt(std::span<const std::int32_t> prefix, std::int64_t num_tokens) {
   KVCORE_RETURN_IF_ERROR(check_live());
   if (!pages_.empty())
-    return invalid_argument(text("the sequence holds ", pages_.size(), " pages: adopt needs an empty one"));
+    return invalid_argument(
+        text("the sequence holds ", pages_.size(), " pages: adopt needs an empty one"));
   const std::int64_t capacity = static_cast<std::int64_t>(prefix.size()) * page_size();
   if (num_tokens != capacity)
     return invalid_argument(text("num_tokens=", num_tokens, " does not fill ", prefix.size(),
@@ -33,8 +34,8 @@ Status SequencePages::adopt(std::span<const std::int32_t> prefix, std::int64_t n
 Status SequencePages::grow(std::int64_t num_tokens) {
   KVCORE_RETURN_IF_ERROR(check_live());
   if (num_tokens < num_tokens_)
-    return invalid_argument(text("num_tokens=", num_tokens, " is out of range: allowed ", num_tokens_,
-                                 " (held now) and up"));
+    return invalid_argument(text("num_tokens=", num_tokens, " is out of range: allowed ",
+                                 num_tokens_, " (held now) and up"));
   const std::int64_t want = (num_tokens + page_size() - 1) / page_size();
   const std::int64_t missing = want - static_cast<std::int64_t>(pages_.size());
   if (missing > 0) {
@@ -53,7 +54,8 @@ Status SequencePages::truncate(std::int64_t num_tokens) {
   const std::int32_t extent = pool_->spec().options().extent_pages;
   std::size_t keep = static_cast<std::size_t>((num_tokens + page_size() - 1) / page_size());
   // The rest of the last frame stays: giving back part of a frame frees nothing.
-  while (keep > 0 && keep < pages_.size() && pages_[keep] / extent == pages_[keep - 1] / extent) ++keep;
+  while (keep > 0 && keep < pages_.size() && pages_[keep] / extent == pages_[keep - 1] / extent)
+    ++keep;
   KVCORE_RETURN_IF_ERROR(pool_->decref(std::span(pages_).subspan(keep)));
   pages_.resize(keep);
   num_tokens_ = num_tokens;

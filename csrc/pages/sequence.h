@@ -3,7 +3,8 @@
 // drops the owner refs, the others do nothing.
 //
 // Invariants: holds exactly one owner ref of each entry of pages(); num_tokens <= capacity.
-// Thread rules: one thread, except release(), of which the first of any threads wins. Units: tokens, pages.
+// Thread rules: one thread, except release(), of which the first of any threads wins. Units:
+// tokens, pages.
 #pragma once
 
 #include <atomic>

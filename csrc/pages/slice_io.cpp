@@ -18,7 +18,8 @@ Status check(const Pool& pool, std::int32_t page, std::int32_t layer, std::size_
   if (refs.owner == 0 && refs.io == 0)
     return invalid_argument(text("page=", page, " is free: only held pages have content"));
   if (layer < 0 || layer >= o.num_layers)
-    return invalid_argument(text("layer=", layer, " is out of range: allowed 0 to ", o.num_layers - 1));
+    return invalid_argument(
+        text("layer=", layer, " is out of range: allowed 0 to ", o.num_layers - 1));
   const std::int64_t k_want = o.num_kv_heads * spec.k_block_bytes();
   const std::int64_t v_want = o.num_kv_heads * spec.v_block_bytes();
   if (static_cast<std::int64_t>(k_bytes) != k_want)
@@ -88,7 +89,8 @@ Status write_slice(Pool& pool, std::int32_t page, std::int32_t layer, std::span<
                    std::span<const std::byte> v) {
   KVCORE_RETURN_IF_ERROR(check(pool, page, layer, k.size(), v.size()));
   KVCORE_ASSIGN_OR_RETURN(const bool sealed, pool.is_sealed(page));
-  if (sealed) return invalid_argument(text("page=", page, " is sealed: sealed pages are immutable"));
+  if (sealed)
+    return invalid_argument(text("page=", page, " is sealed: sealed pages are immutable"));
   const PageSpecOptions& o = pool.spec().options();
   std::byte* slice = pool.slice(page, layer);
   SliceHeader header{};

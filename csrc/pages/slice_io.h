@@ -1,7 +1,7 @@
-// Reads and writes one slice as canonical arrays: the slow, obvious path for tests and tools. The fast
-// copies are in csrc/kernels. Bits are moved, never converted.
-// Shapes: k [page_size, num_kv_heads, head_dim_k], v [page_size, num_kv_heads, head_dim_v], row-major,
-// elements of the page's format. Thread rules: as the pool's; the caller holds a ref on the page.
+// Reads and writes one slice as canonical arrays: the slow, obvious path for tests and tools. The
+// fast copies are in csrc/kernels. Bits are moved, never converted. Shapes: k [page_size,
+// num_kv_heads, head_dim_k], v [page_size, num_kv_heads, head_dim_v], row-major, elements of the
+// page's format. Thread rules: as the pool's; the caller holds a ref on the page.
 #pragma once
 
 #include <cstddef>

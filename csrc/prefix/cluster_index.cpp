@@ -45,7 +45,8 @@ void ClusterIndex::forget_keys(Worker& worker) {
 }
 
 Applied ClusterIndex::apply(std::string_view worker, std::uint64_t incarnation, std::uint64_t seq,
-                            std::span<const pages::Key> stored, std::span<const pages::Key> removed) {
+                            std::span<const pages::Key> stored,
+                            std::span<const pages::Key> removed) {
   if (is_old(worker, incarnation, seq)) return Applied::kStale;
   Worker& w = worker_of(worker, incarnation);
   if (!w.synced || seq != w.next_seq) {

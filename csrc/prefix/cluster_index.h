@@ -1,8 +1,8 @@
-// ClusterIndex: which worker holds which page keys, as the router knows it. Soft state: rebuilt from
-// the workers' events; a wrong entry costs a recompute, never a wrong answer.
-// Events carry (incarnation, seq): seq counts from 0 within an incarnation (one life of a worker
-// process). A gap, or events of an incarnation whose beginning was not seen, empty the worker's entries
-// and ask for a snapshot; old and repeated events are dropped.
+// ClusterIndex: which worker holds which page keys, as the router knows it. Soft state: rebuilt
+// from the workers' events; a wrong entry costs a recompute, never a wrong answer. Events carry
+// (incarnation, seq): seq counts from 0 within an incarnation (one life of a worker process). A
+// gap, or events of an incarnation whose beginning was not seen, empty the worker's entries and ask
+// for a snapshot; old and repeated events are dropped.
 //
 // Invariants: a worker is listed under a key exactly if the key is in the worker's own set.
 // Thread rules: one thread. No clock. Units: page keys (one per page_size tokens).

@@ -1,7 +1,8 @@
 // What appeared in and disappeared from a tree since the last drain, as net differences: the order
 // inside one drain does not matter if what disappeared is applied first.
-//   PageLog  by page id; bounded by the number of pages (a page may leave one prefix and join another).
-//   KeyLog   by page key; past its limit it forgets and says so (lost), and the reader takes a snapshot.
+//   PageLog  by page id; bounded by the number of pages (a page may leave one prefix and join
+//   another). KeyLog   by page key; past its limit it forgets and says so (lost), and the reader
+//   takes a snapshot.
 // Thread rules: those of the owner.
 #pragma once
 
@@ -38,7 +39,8 @@ class KeyLog {
   KeyEvents drain() {
     KeyEvents out;
     out.lost = lost_;
-    for (const auto& [key, was_stored] : net_) (was_stored ? out.stored : out.removed).push_back(key);
+    for (const auto& [key, was_stored] : net_)
+      (was_stored ? out.stored : out.removed).push_back(key);
     net_.clear();
     lost_ = false;
     return out;

@@ -22,7 +22,8 @@ Result<std::unique_ptr<RadixTree>> RadixTree::make(
   if (pool == nullptr) return invalid_argument("pool is missing");
   std::optional<pages::KeyMaker> maker;
   if (secret.has_value()) {
-    KVCORE_ASSIGN_OR_RETURN(maker, pages::KeyMaker::make(*secret, pool->spec().options().page_size));
+    KVCORE_ASSIGN_OR_RETURN(maker,
+                            pages::KeyMaker::make(*secret, pool->spec().options().page_size));
   }
   return std::unique_ptr<RadixTree>(new RadixTree(std::move(pool), maker));
 }
@@ -63,7 +64,8 @@ RadixTree::Node* RadixTree::find_child(const Node* parent, const std::int32_t* f
 }
 
 template <class Visit>
-RadixTree::Walk RadixTree::walk(Node* root, std::span<const std::int32_t> tokens, Visit visit) const {
+RadixTree::Walk RadixTree::walk(Node* root, std::span<const std::int32_t> tokens,
+                                Visit visit) const {
   Walk w{root, root == nullptr ? 0 : root->pages.size(), 0};
   const std::size_t page_bytes = page_size_ * sizeof(std::int32_t);
   std::size_t left = tokens.size() / page_size_;
@@ -119,14 +121,16 @@ std::int64_t RadixTree::peek(std::string_view ns, std::span<const std::int32_t> 
 
 Status RadixTree::check_insert(std::string_view ns, std::span<const std::int32_t> fresh) const {
   if (key_maker_ && ns.size() != pages::Key{}.size())
-    return invalid_argument(text("namespace has ", ns.size(), " bytes: a tree with a secret takes 32"));
+    return invalid_argument(
+        text("namespace has ", ns.size(), " bytes: a tree with a secret takes 32"));
   std::unordered_set<std::int32_t> seen;
   for (const std::int32_t page : fresh) {
     if (page < 0 || page >= pool_->num_pages())
       return invalid_argument(
           text("page=", page, " is out of range: allowed 0 to ", pool_->num_pages() - 1));
     if (in_tree_[at(page)] != 0 || !seen.insert(page).second)
-      return invalid_argument(text("page=", page, " already holds another prefix: one page, one prefix"));
+      return invalid_argument(
+          text("page=", page, " already holds another prefix: one page, one prefix"));
   }
   return {};
 }
@@ -157,7 +161,8 @@ Result<std::int64_t> RadixTree::insert(std::string_view ns, std::span<const std:
     split(parent, w.pages_of_node);
     parent = parent->parent;
   }
-  append_leaf(parent, ns, tokens.subspan(w.num_pages * page_size_, fresh.size() * page_size_), fresh);
+  append_leaf(parent, ns, tokens.subspan(w.num_pages * page_size_, fresh.size() * page_size_),
+              fresh);
   return static_cast<std::int64_t>(fresh.size());
 }
 
@@ -317,19 +322,23 @@ void RadixTree::evict_tail(Node& leaf, std::size_t wanted, std::vector<std::int3
 
 std::vector<std::int32_t> RadixTree::evict(std::int64_t num_pages) {
   std::vector<std::int32_t> evicted;
+  const std::int64_t begun = tick_++;
   auto next = leaves_.begin();
-  while (static_cast<std::int64_t>(evicted.size()) < num_pages && next != leaves_.end()) {
+  while (static_cast<std::int64_t>(evicted.size()) < num_pages && next != leaves_.end() &&
+         next->first <= begun) {
     Node* leaf = nodes_.at(next->second).get();
-    const std::size_t wanted = at(num_pages) - evicted.size();
-    evict_tail(*leaf, wanted, evicted);
+    evict_tail(*leaf, at(num_pages) - evicted.size(), evicted);
+    if (static_cast<std::int64_t>(evicted.size()) >= num_pages && !leaf->pages.empty()) break;
     if (!leaf->pages.empty()) {
+      // Someone holds it: it is in use now, and the next call need not look at it first again.
       ++next;
+      for (Node* node = leaf; node->parent != nullptr; node = node->parent) touch(node);
       continue;
     }
     // The parent may become a leaf now. It was used no earlier than its child, so nothing that was
     // looked at and kept comes again.
     auto resume = *next;
-    if (leaf->parent->parent != nullptr) 
+    if (leaf->parent->parent != nullptr)
       resume = std::min(resume, std::pair(leaf->parent->used, leaf->parent->id));
     remove(leaf);
     next = leaves_.lower_bound(resume);

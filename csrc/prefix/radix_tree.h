@@ -2,14 +2,15 @@
 // pages, compared as memory; every namespace has its own root, so no prefix crosses namespaces.
 //
 // Invariants (checked by the stateful tests):
-//   - a node's tokens are page_size * pages, at least one page; siblings differ in their first page;
+//   - a node's tokens are page_size * pages, at least one page; siblings differ in their first
+//   page;
 //   - the tree holds exactly one owner ref of each page in it, and no page is in it twice;
 //   - evictable_pages + protected_pages = pages; protected = nodes with a lock in their subtree;
 //   - a match never covers the whole prompt: at least one token is left to compute.
-// Costs: match O(tokens + nodes on the path); insert the same plus new pages; evict O(log leaves) per
-// page. Nothing is recursive.
-// Thread rules: one thread (Python: under the GIL); the pool underneath is thread-safe. No clock: "least
-// recently used" counts calls.
+// Costs: match O(tokens + nodes on the path); insert the same plus new pages; evict O(log leaves)
+// per page, plus once per leaf that is in use and has come to the front. Nothing is recursive.
+// Thread rules: one thread (Python: under the GIL); the pool underneath is thread-safe. No clock:
+// "least recently used" counts calls.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +44,7 @@ struct RadixStats {
   std::int64_t pages;
   std::int64_t evictable_pages;
   std::int64_t protected_pages;
-  std::int64_t hits;        // matches of at least one page
+  std::int64_t hits;  // matches of at least one page
   std::int64_t misses;
   std::int64_t hit_tokens;
   std::int64_t evicted_pages;
@@ -51,29 +52,30 @@ struct RadixStats {
 
 class RadixTree {
  public:
-  // secret: present = the tree names its pages (pages/keys.h), logs what appears and disappears, and
-  // takes 32-byte namespace digests only; absent = no keys, namespaces are any bytes.
+  // secret: present = the tree names its pages (pages/keys.h), logs what appears and disappears,
+  // and takes 32-byte namespace digests only; absent = no keys, namespaces are any bytes.
   static Result<std::unique_ptr<RadixTree>> make(std::shared_ptr<pages::Pool> pool,
                                                  std::optional<std::span<const std::byte>> secret);
   ~RadixTree();
   RadixTree(const RadixTree&) = delete;
   RadixTree& operator=(const RadixTree&) = delete;
 
-  // Longest cached prefix of whole pages, at most usable_prefix(n) tokens; looks up and pins at once.
+  // Longest cached prefix of whole pages, at most usable_prefix(n) tokens; looks up and pins at
+  // once.
   Result<Match> match(std::string_view ns, std::span<const std::int32_t> tokens);
   // The same length without pins, statistics or effect on the eviction order.
   std::int64_t peek(std::string_view ns, std::span<const std::int32_t> tokens) const;
-  // Adds the whole pages of `tokens` that are not there yet; `pages[i]` holds tokens of page i and must
-  // be held by the caller, whose refs stay untouched. Where the prefix is there already, the pages in
-  // the tree stay. Adopted pages are sealed. Returns how many pages were adopted.
+  // Adds the whole pages of `tokens` that are not there yet; `pages[i]` holds tokens of page i and
+  // must be held by the caller, whose refs stay untouched. Where the prefix is there already, the
+  // pages in the tree stay. Adopted pages are sealed. Returns how many pages were adopted.
   Result<std::int64_t> insert(std::string_view ns, std::span<const std::int32_t> tokens,
                               std::span<const std::int32_t> pages);
   // A locked node and its ancestors are not evicted. Each lock needs one unlock.
   Status lock(NodeId node);
   Status unlock(NodeId node);
-  // Drops the tree's refs of at least num_pages pages (or all it may), least recently used leaves first,
-  // from their ends and by whole frames of a leaf. Leaves whose last frame someone else holds are
-  // skipped: dropping them would free nothing.
+  // Drops the tree's refs of at least num_pages pages (or all it may), least recently used leaves
+  // first, from their ends and by whole frames of a leaf. Leaves whose last frame someone else
+  // holds are skipped, and count as used now: dropping them would free nothing.
   std::vector<std::int32_t> evict(std::int64_t num_pages);
   // Drops everything that is not locked, held elsewhere or not; returns the number of pages.
   std::int64_t clear();
@@ -100,9 +102,9 @@ class RadixTree {
     std::int64_t used = 0;   // tick of the last match or insert through this node
   };
   struct Walk {
-    Node* node = nullptr;         // deepest node reached
+    Node* node = nullptr;           // deepest node reached
     std::size_t pages_of_node = 0;  // its pages that match
-    std::size_t num_pages = 0;    // in all
+    std::size_t num_pages = 0;      // in all
   };
 
   RadixTree(std::shared_ptr<pages::Pool> pool, std::optional<pages::KeyMaker> keys);

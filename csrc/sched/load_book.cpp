@@ -7,7 +7,8 @@ namespace kvcore::sched {
 bool LoadBook::dispatch(std::string_view worker, std::string_view request,
                         std::int64_t uncached_tokens, std::int64_t frames) {
   Worker& w = workers_[std::string(worker)];
-  if (!w.entries.try_emplace(std::string(request), Entry{uncached_tokens, frames}).second) return false;
+  if (!w.entries.try_emplace(std::string(request), Entry{uncached_tokens, frames}).second)
+    return false;
   w.total.queued_tokens += uncached_tokens;
   w.total.frames += frames;
   ++w.total.running;

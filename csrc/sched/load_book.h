@@ -1,8 +1,8 @@
-// LoadBook: what was dispatched to each worker and is not done, counted from the moment of dispatch, so
-// that two requests placed between two heartbeats see each other.
-// Invariants: an entry ends exactly once; unknown requests and workers are ignored and counted by the
-// return value (late messages of a request that was retried elsewhere are normal).
-// Thread rules: one thread. No clock. Units: tokens, frames.
+// LoadBook: what was dispatched to each worker and is not done, counted from the moment of
+// dispatch, so that two requests placed between two heartbeats see each other. Invariants: an entry
+// ends exactly once; unknown requests and workers are ignored and counted by the return value (late
+// messages of a request that was retried elsewhere are normal). Thread rules: one thread. No clock.
+// Units: tokens, frames.
 #pragma once
 
 #include <cstdint>

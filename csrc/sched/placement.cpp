@@ -40,7 +40,8 @@ std::int64_t missing_frames(const Ask& ask, const WorkerLoad& w) {
   return std::max<std::int64_t>(frames_for(held_tokens(ask, w), w) - w.free_frames, 0);
 }
 
-Cost cost_of(const Ask& ask, const WorkerLoad& p, const WorkerLoad& d, bool pair, const CostModel& m) {
+Cost cost_of(const Ask& ask, const WorkerLoad& p, const WorkerLoad& d, bool pair,
+             const CostModel& m) {
   Cost c;
   c.queue_s = static_cast<double>(p.queued_tokens) / rate(p, m);
   c.prefill_s = uncached(ask, p) / rate(p, m);
@@ -57,12 +58,14 @@ Cost cost_of(const Ask& ask, const WorkerLoad& p, const WorkerLoad& d, bool pair
 
 Status check_worker(const WorkerLoad& w, std::size_t i) {
   const auto bad = [i](const char* field, auto value, const char* allowed) {
-    return invalid_argument(text("workers[", i, "].", field, "=", value, " is out of range: allowed ", allowed));
+    return invalid_argument(
+        text("workers[", i, "].", field, "=", value, " is out of range: allowed ", allowed));
   };
   if (w.queued_tokens < 0) return bad("queued_tokens", w.queued_tokens, "0 and up");
   if (w.running < 0) return bad("running", w.running, "0 and up");
   if (w.matched_tokens < 0) return bad("matched_tokens", w.matched_tokens, "0 and up");
-  if (!(w.prefill_tokens_per_s >= 0)) return bad("prefill_tokens_per_s", w.prefill_tokens_per_s, "0 and up");
+  if (!(w.prefill_tokens_per_s >= 0))
+    return bad("prefill_tokens_per_s", w.prefill_tokens_per_s, "0 and up");
   if (w.num_frames < 1) return bad("num_frames", w.num_frames, "1 and up");
   if (w.free_frames > w.num_frames) return bad("free_frames", w.free_frames, "at most num_frames");
   if (w.frame_tokens < 1) return bad("frame_tokens", w.frame_tokens, "1 and up");
@@ -72,16 +75,20 @@ Status check_worker(const WorkerLoad& w, std::size_t i) {
 
 Status check(const Ask& ask, std::span<const WorkerLoad> workers, const CostModel& m) {
   if (ask.prompt_tokens < 1)
-    return invalid_argument(text("prompt_tokens=", ask.prompt_tokens, " is out of range: allowed 1 and up"));
+    return invalid_argument(
+        text("prompt_tokens=", ask.prompt_tokens, " is out of range: allowed 1 and up"));
   if (ask.max_new_tokens < 0)
-    return invalid_argument(text("max_new_tokens=", ask.max_new_tokens, " is out of range: allowed 0 and up"));
+    return invalid_argument(
+        text("max_new_tokens=", ask.max_new_tokens, " is out of range: allowed 0 and up"));
   if (!(ask.kv_bytes_per_token >= 0))
     return invalid_argument(
         text("kv_bytes_per_token=", ask.kv_bytes_per_token, " is out of range: allowed 0 and up"));
   if (!(m.unknown_tokens_per_s > 0) || !(m.link_bytes_per_s > 0))
-    return invalid_argument(text("unknown_tokens_per_s=", m.unknown_tokens_per_s, " and link_bytes_per_s=",
-                                 m.link_bytes_per_s, " must be greater than 0"));
-  for (std::size_t i = 0; i < workers.size(); ++i) KVCORE_RETURN_IF_ERROR(check_worker(workers[i], i));
+    return invalid_argument(text("unknown_tokens_per_s=", m.unknown_tokens_per_s,
+                                 " and link_bytes_per_s=", m.link_bytes_per_s,
+                                 " must be greater than 0"));
+  for (std::size_t i = 0; i < workers.size(); ++i)
+    KVCORE_RETURN_IF_ERROR(check_worker(workers[i], i));
   return {};
 }
 
@@ -101,15 +108,20 @@ void for_each_pair(std::span<const WorkerLoad> workers, Visit visit) {
 
 std::string_view to_string(Refusal reason) noexcept {
   switch (reason) {
-    case Refusal::kNoWorkers: return "no_workers";
-    case Refusal::kTooLong: return "too_long";
-    case Refusal::kNoRoom: return "no_room";
-    case Refusal::kTooSlow: return "too_slow";
+    case Refusal::kNoWorkers:
+      return "no_workers";
+    case Refusal::kTooLong:
+      return "too_long";
+    case Refusal::kNoRoom:
+      return "no_room";
+    case Refusal::kTooSlow:
+      return "too_slow";
   }
   return "no_workers";
 }
 
-Result<std::variant<Placement, Rejection>> choose(const Ask& ask, std::span<const WorkerLoad> workers,
+Result<std::variant<Placement, Rejection>> choose(const Ask& ask,
+                                                  std::span<const WorkerLoad> workers,
                                                   const CostModel& model) {
   KVCORE_RETURN_IF_ERROR(check(ask, workers, model));
   std::optional<Placement> best;
@@ -124,7 +136,8 @@ Result<std::variant<Placement, Rejection>> choose(const Ask& ask, std::span<cons
     const Placement here{i, j, cost_of(ask, p, d, i != j, model)};
     const std::int64_t missing = std::max(missing_frames(ask, p), missing_frames(ask, d));
     if (missing > 0) {
-      room_in_s = std::min(room_in_s, here.cost.queue_s + static_cast<double>(missing) * model.frame_s);
+      room_in_s =
+          std::min(room_in_s, here.cost.queue_s + static_cast<double>(missing) * model.frame_s);
     } else if (!best || here.cost.total_s() < best->cost.total_s()) {
       best = here;
     }

@@ -1,5 +1,5 @@
-// Placement: which (prefill, decode) pair, or which mono worker, answers a request soonest. One cost in
-// seconds, the sum of
+// Placement: which (prefill, decode) pair, or which mono worker, answers a request soonest. One
+// cost in seconds, the sum of
 //   queue     prompt tokens dispatched there and not computed yet / its rate
 //   prefill   uncached tokens of this prompt / its rate
 //   stream    what of the KV stream is not hidden behind prefill (pairs only)
@@ -42,11 +42,12 @@ struct Ask {
 struct CostModel {
   double unknown_tokens_per_s = 1000;  // rate of a worker that was not measured yet
   double link_bytes_per_s = 1e9;
-  double stream_tail = 0.02;  // share of the stream after prefill ended even on a fast link (last layer)
-  double sequence_s = 0.2;    // added to others' answers by one more sequence
-  double pressure_s = 0.5;    // of a full decode worker
-  double frame_s = 0.5;       // until a busy worker frees one frame, for retry_after_s
-  double max_wait_s = 0;      // longest acceptable queue + prefill + stream (the SLO); 0 = no limit
+  double stream_tail =
+      0.02;  // share of the stream after prefill ended even on a fast link (last layer)
+  double sequence_s = 0.2;  // added to others' answers by one more sequence
+  double pressure_s = 0.5;  // of a full decode worker
+  double frame_s = 0.5;     // until a busy worker frees one frame, for retry_after_s
+  double max_wait_s = 0;    // longest acceptable queue + prefill + stream (the SLO); 0 = no limit
 };
 
 struct Cost {
@@ -77,7 +78,8 @@ struct Rejection {
 std::string_view to_string(Refusal reason) noexcept;
 
 // InvalidArgument for negative or missing numbers; whether to dispatch is the variant.
-Result<std::variant<Placement, Rejection>> choose(const Ask& ask, std::span<const WorkerLoad> workers,
+Result<std::variant<Placement, Rejection>> choose(const Ask& ask,
+                                                  std::span<const WorkerLoad> workers,
                                                   const CostModel& model);
 
 }  // namespace kvcore::sched

@@ -1,8 +1,9 @@
-"""``torch.ops.kvcore.*``: kvcore's kernels as PyTorch operators, for the CPU and for tracing (Meta).
+"""``torch.ops.kvcore.*``: kvcore's kernels as PyTorch operators, for CPU and tracing (Meta).
 
-Operators take tensors and integers only, so pools and plans enter as handles: ``register(pool).id``.
-Every operator that writes KV declares it: its ``arena`` argument, :func:`arena` of the pool, is marked as
-mutated. So ``torch.compile`` keeps the order of writes and reads, and no effect is hidden from it.
+Operators take tensors and integers only, so pools and plans enter as handles:
+``register(pool).id``. Every operator that writes KV declares it: its ``arena`` argument,
+:func:`arena` of the pool, is marked as mutated. So ``torch.compile`` keeps the order of writes and
+reads, and no effect is hidden from it.
 
     arena = ops.arena(pool)                      # uint8 tensor over the pool's memory, no copy
     step = ops.register(plan)                    # an AttentionPlan or LayerStep, prepared per batch
@@ -90,7 +91,7 @@ class _Memory:
 
 
 def arena(pool: Pool) -> torch.Tensor:
-    """The pool's memory as a uint8 tensor [bytes], without a copy; the tensor keeps the pool alive."""
+    """The pool's memory as a uint8 tensor [bytes], not copied; the tensor keeps the pool alive."""
     return torch.from_numpy(np.asarray(_Memory(pool)))
 
 
@@ -104,7 +105,9 @@ def _find(field: str, handle: int) -> Any:
 def _pool(handle: int) -> Pool:
     target = _find("pool", handle)
     if not isinstance(target, _core.pages.Pool):
-        raise InvalidArgument(f"pool={handle} is a handle of a {type(target).__name__}, not of a Pool")
+        raise InvalidArgument(
+            f"pool={handle} is a handle of a {type(target).__name__}, not of a Pool"
+        )
     return target  # type: ignore[return-value]
 
 
@@ -125,7 +128,9 @@ def _moved(arena: torch.Tensor, pool: Pool) -> Any:
 def _rows(field: str, x: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
     """``x`` with its last two dimensions dense; a copy only where they are not."""
     if x.dim() != 3 or x.shape[1] != heads or x.shape[2] != dim:
-        raise InvalidArgument(f"{field} has shape {list(x.shape)}: expected [tokens, {heads}, {dim}]")
+        raise InvalidArgument(
+            f"{field} has shape {list(x.shape)}: expected [tokens, {heads}, {dim}]"
+        )
     if x.dtype not in _CODES:
         raise InvalidArgument(f"{field} is {x.dtype}: expected float32, float16 or bfloat16")
     _, head_stride, dim_stride = x.stride()
@@ -174,8 +179,8 @@ def _clone_of(target: Any, moved: Any) -> Any:
     """The same batch over a clone of the arena, as functionalized graphs ask for."""
     if not isinstance(target, _core.kernels.AttentionPlan):
         raise InvalidArgument(
-            f"arena is a copy of the pool's memory, and a {type(target).__name__} publishes bytes from "
-            "the pool's own: compile with a backend that re-uses mutated inputs (inductor does)"
+            f"arena is a copy of the pool's memory, and a {type(target).__name__} publishes bytes "
+            "from the pool's own: compile with a backend that reuses mutated inputs (inductor)"
         )
     return _core.ops.plan_like(target, moved)
 
@@ -198,8 +203,8 @@ def _append_kv(
     k, v = _kv(k, v, target)
     if slot_mapping.dtype != torch.int64 or slot_mapping.shape != k.shape[:1]:
         raise InvalidArgument(
-            f"slot_mapping is {slot_mapping.dtype} {list(slot_mapping.shape)}: expected torch.int64 "
-            f"[{k.shape[0]}]"
+            f"slot_mapping is {slot_mapping.dtype} {list(slot_mapping.shape)}: expected "
+            f"torch.int64 [{k.shape[0]}]"
         )
     moved, slots = _moved(arena, target), slot_mapping.contiguous()
     kernels.append_kv_ptr(
@@ -329,7 +334,8 @@ def _copy_pages(
 
 _OPERATORS: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [
     (
-        "attend_layer(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, int step, int layer) -> Tensor",
+        "attend_layer(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, int step, int layer)"
+        " -> Tensor",
         _attend_layer,
         _attend_layer_meta,
     ),
@@ -370,8 +376,8 @@ _OPERATORS: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [
 ]
 
 
-def _define() -> torch.library.Library:
-    library = torch.library.Library("kvcore", "DEF")
+def _define() -> Any:
+    library: Any = torch.library.Library("kvcore", "DEF")  # type: ignore[no-untyped-call]
     for schema, cpu, meta in _OPERATORS:
         name = schema.partition("(")[0]
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

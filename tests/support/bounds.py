@@ -11,7 +11,7 @@ out      One rounding to the output's dtype: UNIT_ROUNDOFF * |out|.
 
 worst    |out - ref| <= (e_weight + 2 e_score) S + u_out |ref|: no input can break it.
 typical  Roundings of weights are independent, so the error of a row is about e_weight * sqrt(W),
-         not e_weight * S. A rounding is at most e_weight, and about 0.4 of it in the mean square, so
+         not e_weight * S. A rounding is at most e_weight, and 0.4 of it in the mean square, so
          the root mean square over head_dim_v values stays below 1.5 of these: reached only where
          one token has all the weight.
          This one is tight enough to notice a single wrongly masked token among thousands.

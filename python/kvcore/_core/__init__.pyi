@@ -2,8 +2,10 @@
 from . import base as base
 from . import kernels as kernels
 from . import keys as keys
+from . import ops as ops
 from . import pages as pages
 from . import prefix as prefix
+from . import probe as probe
 from . import sched as sched
 from . import stream as stream
 

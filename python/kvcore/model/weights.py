@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -78,43 +79,67 @@ class Linear:
     """``x [T, in] -> [T, out]``: oneDNN over a weight packed once, or plain torch without it.
 
     Whether a row's bits depend on how many rows are computed together is tried once per shape.
-    Some matrix kernels take another path for a single row: then a second one is computed along
-    and dropped. ``row_invariant`` tells whether the trial passed.
+    oneDNN computes a single row of a long product in another order than several: where that is so,
+    a second row is computed along and dropped. ``row_invariant`` tells whether the trial passed.
     """
-
-    _trials: dict[tuple[int, int, torch.dtype, bool, int], tuple[int, bool]] = {}  # noqa: RUF012
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.packed = _can_pack(weight.dtype)
-        self._bias = bias
-        if self.packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8)
-        else:
-            self._weight = weight.contiguous()
-        self._op = torch.ops.mkldnn._linear_pointwise.default if self.packed else None
-        key = (*weight.shape, weight.dtype, self.packed, torch.get_num_threads())
-        if key not in self._trials:
-            self._trials[key] = self._try(weight.dtype)
-        self._min_rows, self.row_invariant = self._trials[key]
+        self._product = _product(weight, bias, self.packed)
+        self._min_rows, self.row_invariant = _trial(
+            *weight.shape, weight.dtype, self.packed, torch.get_num_threads()
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] >= self._min_rows:
-            return self._run(x)
-        return self._run(x.expand(self._min_rows, -1).contiguous())[: x.shape[0]]
+            return self._product(x)
+        return self._product(x.expand(self._min_rows, -1).contiguous())[: x.shape[0]]
 
-    def _run(self, x: Tensor) -> Tensor:
-        if self._op is not None:
-            out: Tensor = self._op(x, self._weight, self._bias, "none", [], "")
-            return out
-        return functional.linear(x, self._weight, self._bias)
 
-    def _try(self, dtype: torch.dtype) -> tuple[int, bool]:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(_TRIAL_ROWS[-1], self.in_features, generator=generator).to(dtype)
-        whole = self._run(x)
-        differ = [n for n in _TRIAL_ROWS if not torch.equal(self._run(x[-n:]), whole[-n:])]
-        return (2 if differ == [1] else 1), differ in ([], [1])
+def _product(weight: Tensor, bias: Tensor | None, packed: bool) -> Callable[[Tensor], Tensor]:
+    if not packed:
+        plain = weight.contiguous()
+        return lambda x: functional.linear(x, plain, bias)
+    op = torch.ops.mkldnn._linear_pointwise.default
+    held = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8)
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = op(x, held, bias, "none", [], "")
+        return out
+
+    return run
+
+
+@cache
+def _trial(
+    out_features: int, in_features: int, dtype: torch.dtype, packed: bool, threads: int
+) -> tuple[int, bool]:
+    """(least number of rows to compute at once, whether rows then have the same bits always).
+
+    The true result of the trial's products is zero, each row and weight being one half and the
+    negative of the same half in another order. What remains is the rounding error of the sums,
+    which shows any other order of adding; ordinary values in bf16 would round most of it away.
+    """
+    generator = torch.Generator().manual_seed(in_features)
+    half = in_features // 2
+    order = torch.randperm(half, generator=generator)
+    tile = torch.zeros(_TRIAL_ROWS[-1], in_features)
+    tile[:, :half] = torch.randn(len(tile), half, generator=generator)
+    tile[:, half : 2 * half] = tile[:, order]
+    x = torch.zeros_like(tile)
+    x[:, :half] = torch.randn(len(x), half, generator=generator)
+    x[:, half : 2 * half] = -x[:, order]
+    weight = tile.to(dtype).repeat(-(-out_features // len(tile)), 1)[:out_features]
+    product, x = _product(weight, None, packed), x.to(dtype)
+    whole = product(x)
+    differ = {
+        rows
+        for rows in _TRIAL_ROWS
+        for start in {0, len(x) // 2, len(x) - rows}
+        if not torch.equal(product(x[start : start + rows]), whole[start : start + rows])
+    }
+    return (2 if differ == {1} else 1), differ <= {1}
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

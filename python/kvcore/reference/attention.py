@@ -50,7 +50,7 @@ def attention(
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     rows, num_q_heads, _ = q.shape
     context, num_kv_heads, dim_v = v.shape
-    q = q.reshape(rows, num_kv_heads, num_q_heads // num_kv_heads, -1)  # [T, H, G, Dk]
+    q = q.reshape(rows, num_kv_heads, num_q_heads // num_kv_heads, q.shape[2])  # [T, H, G, Dk]
     keys, values = k.transpose(1, 2, 0), v.transpose(1, 0, 2)  # [H, Dk, C], [H, C, Dv]
     key_sizes, value_sizes, value_squares = np.abs(keys), np.abs(values), values * values
     shape = q.shape[:3]

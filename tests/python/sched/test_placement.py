@@ -116,9 +116,7 @@ def test_no_other_placement_is_cheaper(workers: list[WorkerLoad], tokens: int) -
 
 def test_bad_numbers_are_named() -> None:
     for field, value in (("queued_tokens", -1), ("num_frames", 0), ("frame_tokens", 0)):
-        with pytest.raises(
-            InvalidArgument, match=rf"workers\[1\]\.{field}={value} is out of range"
-        ):
+        with pytest.raises(InvalidArgument, match=rf"workers\[1\]\.{field}={value} is out of"):
             choose(10, 1, KV, [worker("mono"), worker("mono", **{field: value})])
     with pytest.raises(InvalidArgument, match="prompt_tokens=0"):
         choose(0, 1, KV, [])

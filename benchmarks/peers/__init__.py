@@ -1,0 +1,49 @@
+"""Other systems, each in a virtual environment of its own; :class:`Peer` talks to one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = {"vllm": "vllm_model.py"}
+
+
+class Peer:
+    """A running peer script: requests and replies are JSON objects, one a line."""
+
+    def __init__(self, name: str, python: str, *arguments: str) -> None:
+        script = Path(__file__).parent / SCRIPTS[name]
+        clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        self.process = subprocess.Popen(
+            [python, str(script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=clean,
+        )
+        self.info = self.ask({"op": "info"})
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send one request and wait for its reply."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the peer ended with exit code {self.process.wait()}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def close(self) -> None:
+        """End the peer."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
