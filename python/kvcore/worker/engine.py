@@ -75,7 +75,6 @@ class Engine:
             "kv_bytes_sent": 0,
             "kv_bytes_received": 0,
         }
-        self.idle = True  # the last step had no rows
         self._live: dict[bytes, Sequence] = {}
         self._outputs: list[Output] = []
 
@@ -118,6 +117,11 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Computes one batch, if there is one, and returns what happened since the last call."""
+        self.compute(self.begin())
+        return self.drain()
+
+    def begin(self) -> list[Row]:
+        """The rows of the next batch. What this brings about should be told before computing them."""
         self.poll()
         self._check_deadlines()
         rows = self.scheduler.schedule()
@@ -126,17 +130,19 @@ class Engine:
                 self._admitted(seq)
             except KvcoreError as error:
                 self._fail(seq, snake(type(error).__name__), str(error), retryable=True)
-        rows = [row for row in rows if row.seq.state is State.RUNNING]
-        self.idle = not rows
-        if rows:
-            try:
-                self._run(rows)
-            except (KvcoreError, RuntimeError, MemoryError) as error:
-                log.exception("a step of %d rows failed", len(rows))
-                for row in rows:
-                    if row.seq.state is not State.DONE:
-                        self._fail(row.seq, "internal", f"the step failed: {error}", retryable=True)
-        return self.drain()
+        return [row for row in rows if row.seq.state is State.RUNNING]
+
+    def compute(self, rows: list[Row]) -> None:
+        """One forward step over ``rows``; its failure ends their requests and nothing else."""
+        if not rows:
+            return
+        try:
+            self._run(rows)
+        except (KvcoreError, RuntimeError, MemoryError) as error:
+            log.exception("a step of %d rows failed", len(rows))
+            for row in rows:
+                if row.seq.state is not State.DONE:
+                    self._fail(row.seq, "internal", f"the step failed: {error}", retryable=True)
 
     def drain(self) -> list[Output]:
         """Outputs not taken yet."""
@@ -261,6 +267,9 @@ class Engine:
     # What the prefill and decode roles do differently.
 
     event_fd = -1
+
+    def close(self) -> None:
+        """Ends what the role has opened."""
 
     def poll(self) -> None:
         """Takes the events of a stream; ``event_fd`` is readable when there are any."""

@@ -41,15 +41,22 @@ def unpack_first(payload: bytes, vocab_size: int) -> tuple[Sampled, int]:
     return token, int(done.get("cached_tokens", 0))
 
 
-class DecodeEngine(Engine):
-    """Receives prompts' pages and decodes; ``add`` reserves pages and answers ``Reserved``."""
+class _StreamEngine(Engine):
+    """An engine with an end of a stream."""
+
+    def __init__(self, *args: Any, endpoint: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.endpoint, self.event_fd = endpoint, endpoint.event_fd
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+
+class DecodeEngine(_StreamEngine):
+    """Receives prompts' pages and decodes; ``add`` reserves pages and answers ``reserved``."""
 
     receives = True
-
-    def __init__(self, *args: Any, endpoint: Any, grant_timeout_s: float = 60.0, **kw: Any) -> None:
-        super().__init__(*args, **kw)
-        self.endpoint, self.event_fd = endpoint, endpoint.event_fd
-        self.grant_timeout_s = grant_timeout_s
+    grant_timeout_s = 60.0
 
     def poll(self) -> None:
         """Takes what the stream did: arrived sequences join the next step's batch."""
@@ -88,7 +95,8 @@ class DecodeEngine(Engine):
             "cached_tokens": cached,
             "kv_bytes": stats.bytes,
             "arrived_fraction": stats.arrived_fraction,
-            "exposed_s": stats.exposed_s,
+            # From the end of prefill to here, where the first decode step begins.
+            "exposed_s": self.clock() - stats.commit_ns * 1e-9 if stats.same_clock else 0.0,
             "transport": stats.transport,
         }
         self.counters["kv_bytes_received"] += stats.bytes
@@ -116,14 +124,13 @@ class _Handover:
     committed_s: float = 0.0
 
 
-class PrefillEngine(Engine):
+class PrefillEngine(_StreamEngine):
     """Computes prompts and hands their pages over; keeps what it computed as a prefix cache."""
 
     decodes = False
 
-    def __init__(self, *args: Any, endpoint: Any, **kw: Any) -> None:
-        super().__init__(*args, **kw)
-        self.endpoint, self.event_fd = endpoint, endpoint.event_fd
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._sending: dict[bytes, Sequence] = {}
 
     @property

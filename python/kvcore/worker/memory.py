@@ -30,6 +30,11 @@ class PageMemory:
     def capacity_tokens(self) -> int:
         return self.num_frames * self.extent_pages * self.page_size
 
+    @property
+    def settled(self) -> bool:
+        """No transfer holds pages that will come free by themselves."""
+        return self.pool.stats().io_pages == 0
+
     def match(self, seq: Sequence) -> None:
         """Pins the longest cached prefix and gives it to ``seq``, which must hold nothing."""
         found = self.tree.match(seq.request.namespace or None, seq.token_ids[: seq.num_tokens])

@@ -15,7 +15,6 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from kvcore.worker.request import Output, Request
 log = logging.getLogger(__name__)
 
 ASKED_BY = {"mono": "generate", "decode": "reserve", "prefill": "prefill"}
-DRAIN_LIMIT_S = 10.0
+DRAIN_LIMIT_S = 4.0
 ORPHAN_LIMIT_S = 60.0  # a worker whose router does not come back leaves
 _RETRY_S = 0.05
 _KEYS_PER_MESSAGE = 4096
@@ -46,12 +45,12 @@ def run_worker(launch: WorkerLaunch) -> int:
         from kvcore.worker.build import build_worker  # torch, once the CPUs are set
 
         engine, about = build_worker(launch, Path(directory))
-        worker = WorkerProcess(launch, engine, about)
-        return asyncio.run(worker.run())
+        stack.callback(engine.close)
+        return asyncio.run(WorkerProcess(launch, engine, about).run())
 
 
 class WorkerProcess:
-    """The control side of one worker. ``about`` holds the fields of ``hello`` that the engine knows."""
+    """The control side of a worker. ``about``: the fields of ``hello`` that the engine knows."""
 
     def __init__(self, launch: WorkerLaunch, engine: Any, about: dict[str, Any]) -> None:
         self.launch = launch
