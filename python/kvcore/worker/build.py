@@ -34,7 +34,7 @@ def build_worker(launch: WorkerLaunch, directory: Path) -> tuple[Engine, dict[st
         )
     pool = Pool(spec, num_frames)
     memory = PageMemory(pool, deployment_secret())
-    threads = kernels.ThreadPool(config.threads, launch.cpus or None)
+    threads = kernels.ThreadPool(config.threads, list(launch.cpus) or None)
     plan = kernels.AttentionPlan(
         pool, loaded.config.num_q_heads, loaded.config.attention_scale, threads
     )
