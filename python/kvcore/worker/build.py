@@ -59,7 +59,7 @@ def build_worker(launch: WorkerLaunch, directory: Path) -> tuple[Engine, dict[st
         pool,
         listen,
         key=read_key_file(launch.key_file) if launch.key_file else b"",
-        checksums=config.checksums,
+        checksums=config.checksums,  # type: ignore[arg-type]  # one of the schema's choices
         pacing_bytes_per_s=config.pacing_bytes_per_s,
     )
     about["stream_addresses"] = list(endpoint.addresses)
