@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import tiny_model
+from support import served_model
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
 FLAGS = ["--kv-bytes", "16Mi", "--page-size", "16", "--port", "0"]
@@ -79,7 +79,7 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.make(tmp_path_factory.mktemp("model") / "tiny")
+    return served_model.make(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
