@@ -158,6 +158,7 @@ class Engine:
             "waiting_tokens": self.scheduler.waiting_tokens,
             "free_frames": pool.free_frames,
             "num_frames": pool.num_frames,
+            "owned_frames": self.memory.owned_frames,
             "preemptions": self.scheduler.preemptions,
         }
         return {name: float(value) for name, value in (gauges | self.counters).items()}
