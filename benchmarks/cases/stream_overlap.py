@@ -1,10 +1,10 @@
 """How much of the KV has arrived when prefill ends, and what the hand-over adds after it.
 
 A prompt in SmolLM2's geometry is prefilled in chunks: per layer the real append, publish and
-attend, then a pause for the rest of the layer. A second process receives the pages over shm or tcp,
-the link paced at 2x, 1x and 0.5x the mean rate at which the prefill produces KV (measured before,
-not paced). Two lines each: the fraction that had arrived when the last attention ended, and the
-time from the end of prefill until the sequence was complete, in layer times.
+attend, then a pause up to the layer's fixed time. A second process receives the pages over shm or
+tcp, the link paced at 2x, 1x and 0.5x the mean rate at which the prefill produces KV. Two lines
+each: the fraction that had arrived when the last attention ended, and the time from the end of
+prefill until the sequence was complete, in layer times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcore.pages import PageSpec, Pool
 SPEC = dict(num_layers=30, num_kv_heads=3, head_dim_k=64, page_size=64)
 Q_HEADS = 9
 CHUNK = 512
-REST_S = 0.008  # of a layer besides attention: projections and MLP, idle here
+LAYER_S = 0.02  # of one chunk, most of it projections and MLP: idle here
 LEAST_ARRIVED = 0.95
 MOST_LAYER_TIMES = 2.0
 KEY = b"benchmark key, 32 bytes in all.."
@@ -95,7 +95,7 @@ class Prefill:
 
     def run(self, sender: stream.Sender | None) -> float:
         """Prefills the prompt; seconds until its last layer's attention ended."""
-        start = time.perf_counter()
+        due = start = time.perf_counter()
         done = 0
         while done < self.tokens:
             n = min(CHUNK, self.tokens - done)
@@ -108,20 +108,21 @@ class Prefill:
                     self.v.ctypes.data, 192, self.out.ctypes.data, 0, 0,
                 )  # fmt: skip
                 ended = time.perf_counter()
-                time.sleep(REST_S)
+                due += LAYER_S
+                time.sleep(max(0.0, due - ended))
         return ended - start
 
 
 def hand_over(receiver: Receiver, endpoint: stream.Endpoint, prefill: Prefill) -> Any:
-    """One prompt; the receiver's accounting of it."""
+    """One prompt; the receiver's accounting of it, and the seconds of its prefill."""
     grant = bytes.fromhex(receiver.ask(tokens=prefill.tokens)["grant"])
     n = -(-prefill.tokens // SPEC["page_size"])
     sender = endpoint.open(grant, prefill.pages[:n])
-    prefill.run(sender)
+    seconds = prefill.run(sender)
     sender.commit(b"token")
     stats = receiver.ask()
     endpoint.poll()
-    return stats
+    return {**stats, "prefill_s": seconds}
 
 
 def measure(
@@ -129,20 +130,22 @@ def measure(
 ) -> Iterator[Result]:
     """Both lines of every pacing over one link."""
     receiver = Receiver(address)
-    seconds = median([prefill.run(None) for _ in range(2)])
-    chunks = -(-prefill.tokens // CHUNK)
-    layer_s = seconds / (chunks * SPEC["num_layers"])
+    steps = -(-prefill.tokens // CHUNK) * SPEC["num_layers"]
     pages = -(-prefill.tokens // SPEC["page_size"])
     kv_bytes = pages * SPEC["num_layers"] * prefill.pool.spec.slice_bytes
+    prefill.run(None)
     for pacing in pacings:
-        rate = int(pacing * kv_bytes / seconds)
+        rate = int(pacing * kv_bytes / (steps * LAYER_S))
         with stream.Endpoint(prefill.pool, key=KEY, pacing_bytes_per_s=rate) as endpoint:
             stats = [hand_over(receiver, endpoint, prefill) for _ in range(rounds)]
         arrived = [s["arrived_fraction"] for s in stats]
         exposed = [s["exposed_s"] for s in stats]
+        seconds = median([s["prefill_s"] for s in stats])
+        layer_s = seconds / steps
         params = {
             "transport": stats[0]["transport"],
             "pacing": pacing or "none",
+            "pacing_met": round(rate * seconds / kv_bytes, 2) or "none",
             "tokens": prefill.tokens,
             "layer_ms": round(layer_s * 1e3, 2),
             "production_mb_s": round(kv_bytes / seconds / 1e6, 1),
@@ -170,7 +173,7 @@ def measure(
 
 def run(context: Context) -> Iterator[Result]:
     """Lines of every link and pacing."""
-    prefill = Prefill(520 if context.quick else 1500)
+    prefill = Prefill(CHUNK if context.quick else 2 * CHUNK)
     pacings = (0.0, 1.0) if context.quick else (0.0, 2.0, 1.0, 0.5)
     with tempfile.TemporaryDirectory() as directory:
         for scheme in ("shm", "tcp"):

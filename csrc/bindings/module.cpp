@@ -14,6 +14,7 @@ void bind_ops(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_prefix(py::module_ m);
 void bind_sched(py::module_ m);
+void bind_transport(py::module_ m);
 void bind_wire(py::module_ m);
 void bind_probe(py::module_ m);
 void bind_stream(py::module_ m);
@@ -32,6 +33,7 @@ PYBIND11_MODULE(_core, m) {
   bind_pages(m.def_submodule("pages"));
   bind_prefix(m.def_submodule("prefix"));
   bind_sched(m.def_submodule("sched"));
+  bind_transport(m.def_submodule("transport"));
   bind_wire(m.def_submodule("wire"));
   bind_probe(m.def_submodule("probe"));
   bind_stream(m.def_submodule("stream"));

@@ -24,6 +24,13 @@ std::uint64_t checksum_of(SliceHeader header, std::span<const std::byte> body) {
   return sum == 0 ? 1 : sum;
 }
 
+// Written again since (an append at the first token clears the header), a page must be summed anew.
+bool is_stamped(const std::byte* slice, SliceHeader expected, bool checksums) {
+  const SliceHeader h = load_header(slice);
+  expected.checksum = h.checksum;
+  return std::memcmp(&h, &expected, sizeof(h)) == 0 && (h.checksum != 0) == checksums;
+}
+
 }  // namespace
 
 std::uint64_t slice_checksum(std::span<const std::byte> slice) {
@@ -61,11 +68,11 @@ void SliceStamper::stamp(std::span<const std::int32_t> pages, const Shape& shape
     const auto generation = pool_->generation(page);
     const std::uint64_t key = generation ? *generation + 1 : 0;
     const bool full = valid == shape.page_size;
-    if (full && memo == key && key != 0) continue;
     std::byte* slice = pool_->slice(page, run.layer);
     const auto class_id =
         static_cast<std::uint32_t>(pool_->view().records[static_cast<std::size_t>(page)].class_id);
     SliceHeader h = expected_header(spec, class_id, run.layer, valid);
+    if (full && memo == key && key != 0 && is_stamped(slice, h, checksums_)) continue;
     if (checksums_) h.checksum = checksum_of(h, std::span(slice, bytes).subspan(sizeof(h)));
     if (std::memcmp(slice, &h, sizeof(h)) != 0) std::memcpy(slice, &h, sizeof(h));
     memo = full ? key : 0;

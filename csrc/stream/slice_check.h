@@ -3,8 +3,9 @@
 // checked; the xxh3-64 over the slice (with the checksum field as 0) by policy.
 //
 // A page that several streams send at once is stamped once: what was written for a full page of one
-// generation is remembered, and equal headers are not written again, so a peer that is just copying
-// the slice never sees the checksum change under it.
+// generation is remembered, and stamped headers are not written again, so a peer that is just
+// copying the slice never sees the checksum change under it. A page that is filled anew without
+// being freed in between starts with its first token, which clears the header, and is stamped anew.
 // Thread rules: one thread stamps (the endpoint's). Units: bytes, tokens.
 #pragma once
 

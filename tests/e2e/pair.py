@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-
 from kvcore import kernels
 from kvcore.pages import PageSpec, Pool
 from kvcore.stream import Endpoint, LoopbackHub

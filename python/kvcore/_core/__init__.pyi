@@ -8,6 +8,8 @@ from . import prefix as prefix
 from . import probe as probe
 from . import sched as sched
 from . import stream as stream
+from . import transport as transport
+from . import wire as wire
 
 __version__: str
 __build__: str

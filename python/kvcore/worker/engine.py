@@ -121,7 +121,7 @@ class Engine:
         return self.drain()
 
     def begin(self) -> list[Row]:
-        """The rows of the next batch. What this brings about should be told before computing them."""
+        """The rows of the next batch; what this brings about should be told before computing."""
         self.poll()
         self._check_deadlines()
         rows = self.scheduler.schedule()
@@ -158,6 +158,7 @@ class Engine:
             "waiting_tokens": self.scheduler.waiting_tokens,
             "free_frames": pool.free_frames,
             "num_frames": pool.num_frames,
+            "owned_frames": self.memory.owned_frames,
             "preemptions": self.scheduler.preemptions,
         }
         return {name: float(value) for name, value in (gauges | self.counters).items()}
@@ -207,21 +208,16 @@ class Engine:
         if seq.num_computed <= seq.num_prompt:
             self.memory.publish(seq)
 
-    def _accept(self, seq: Sequence, token: Sampled) -> None:
+    def _accept(self, seq: Sequence, chosen: Sampled) -> None:
         """Appends a generated token, tells it, and ends the request when it is the last."""
-        self._tell(
-            "tokens",
-            seq,
-            first_index=seq.num_tokens - seq.num_prompt,
-            token_ids=[token.token_id],
-            **token.chances(),
-        )
-        seq.token_ids[seq.num_tokens] = token.token_id
+        self._tell("tokens", seq, first_index=seq.num_tokens - seq.num_prompt, **vars(chosen))
+        (token,) = chosen.token_ids
+        seq.token_ids[seq.num_tokens] = token
         seq.num_tokens += 1
         self.counters["generated_tokens"] += 1
         request = seq.request
         stops: Iterable[int] = () if request.ignore_eos else self.model.config.eos_ids
-        if token.token_id in request.stop_token_ids or token.token_id in stops:
+        if token in request.stop_token_ids or token in stops:
             self._finish(seq, "stop")
         elif seq.num_tokens >= seq.max_total:
             self._finish(seq, "length")

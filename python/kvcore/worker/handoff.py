@@ -1,9 +1,9 @@
-"""The prefill and decode roles: an engine each, and between them a layer-wise stream of pages.
+"""The prefill and decode roles: an engine each, and a layer-wise stream of pages between them.
 
-The decode side owns the request's output. It grants pages for what its prefix cache lacks; the
-prefill side computes the prompt, publishes every (chunk, layer) as it is appended, samples the first
-token and sends it as the stream's payload. All layers or nothing: a broken hand-over frees both
-sides' pages and is reported as retryable.
+The decode side owns the request's output and grants pages for what its prefix cache lacks. The
+prefill side computes the prompt, publishes every (chunk, layer) as it is appended, samples the
+first token and sends it as the stream's payload. All layers or nothing: a broken hand-over frees
+both sides' pages and is reported as retryable.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from kvcore.worker.scheduler import Row
 
 def pack_first(token: Sampled, seq: Sequence) -> bytes:
     """The stream's payload: what the prefill side did, and the first token, as two messages."""
-    done = {"request_id": seq.request_id, "cached_tokens": seq.cached_tokens}
-    head = wire.encode("prefilled", done)
-    chosen = {"request_id": seq.request_id, "token_ids": [token.token_id], **token.chances()}
-    return len(head).to_bytes(4, "little") + head + wire.encode("tokens", chosen)
+    name = {"request_id": seq.request_id}
+    head = wire.encode("prefilled", name | {"cached_tokens": seq.cached_tokens})
+    return len(head).to_bytes(4, "little") + head + wire.encode("tokens", name | vars(token))
 
 
 def unpack_first(payload: bytes, vocab_size: int) -> tuple[Sampled, int]:
     """The first token and how many the prefill side had cached. Raises Corrupt."""
     cut = 4 + int.from_bytes(payload[:4], "little")
     _, done = wire.decode(payload[4:cut])
-    kind, chosen = wire.decode(payload[cut:])
-    ids = chosen.get("token_ids", [])
+    kind, fields = wire.decode(payload[cut:])
+    ids = fields.get("token_ids", [])
     if kind != "tokens" or len(ids) != 1 or not 0 <= ids[0] < vocab_size:
         raise Corrupt(f"the payload holds {kind} with token_ids {ids}, not a first token")
-    token = Sampled(ids[0], chosen["logprobs"], chosen["top_ids"], chosen["top_logprobs"])
-    return token, int(done.get("cached_tokens", 0))
+    chosen = (fields[name] for name in ("token_ids", "logprobs", "top_ids", "top_logprobs"))
+    return Sampled(*chosen), int(done.get("cached_tokens", 0))
 
 
 class _StreamEngine(Engine):

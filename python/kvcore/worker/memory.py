@@ -83,7 +83,7 @@ class PageMemory:
         seq.num_pages = seq.num_frames = seq.num_computed = seq.num_published = 0
 
     def drain_events(self) -> PrefixEvents:
-        """Keys stored and removed since the last call; ``lost``: ``stored`` is a snapshot instead."""
+        """Keys stored and removed since the last call, or a snapshot marked ``lost``."""
         events = self.tree.drain_events()
         return self.snapshot() if events.lost else events
 

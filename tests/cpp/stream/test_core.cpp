@@ -303,6 +303,30 @@ TEST(Core, ASharedPageGoesToTwoPeersAtOnce) {
   EXPECT_EQ(io_pages(w), 0);
 }
 
+// A prompt computed again into the same pages, as after a preemption that kept them.
+TEST(Core, APageFilledAnewIsSummedAnew) {
+  World w({.checksums = Checksums::kAll}, {.checksums = Checksums::kAll});
+  HandOver h = start(w, 32, 7);
+  std::mt19937_64 rng(23);
+  for (const std::uint64_t stamp : {7u, 8u}) {
+    publish_all(h);
+    EXPECT_TRUE(h.port->commit({}, w.now()).ok());
+    w.settle();
+    const auto events = w.decode->take();
+    ASSERT_EQ(events.size(), 1u);
+    EXPECT_EQ(events[0].kind, StreamEvent::Kind::kComplete) << events[0].error.message;
+    EXPECT_EQ(testing::wrong_slices(*w.decode->pool, h.to, stamp), 0);
+    testing::stamp_pages(*w.prefill->pool, h.from, 8);
+    for (const auto page : h.from) {
+      for (std::int32_t layer = 0; layer < 3; ++layer)
+        std::memset(w.prefill->pool->slice(page, layer), 0, kSliceHeaderBytes);
+    }
+    const RequestId id = testing::make_id(rng);
+    const auto grant = w.decode->core->grant(id, h.to, 0, 32, w.now(), w.now() + kSecond);
+    h.port = *w.prefill->core->open(*grant, h.from, w.now());
+  }
+}
+
 TEST(Core, CloseGivesEverythingBack) {
   World w;
   HandOver h = start(w, 48, 9);
