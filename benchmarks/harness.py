@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+_CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+_clock_name = "wall"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -29,7 +31,7 @@ class Result:
         limit_name, limit: what it is compared with, same unit, measured in the same run.
         ratio: value / limit for rates, limit / value for times: above 1 is better than the limit.
         best_ratio: the same from the best repetition of each.
-        isa, threads, commit, repetitions: how and with what it was measured.
+        isa, threads, repetitions, clock, commit: how and with what it was measured.
     """
 
     case: str
@@ -48,6 +50,7 @@ class Result:
     isa: str
     threads: int
     repetitions: int
+    clock: str = field(default_factory=lambda: _clock_name)
     commit: str = field(default_factory=lambda: commit())
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,11 +103,31 @@ def median(values: Sequence[float]) -> float:
     return percentile(values, 50)
 
 
+def use_clock(name: str) -> None:
+    """Measure "wall" seconds, or "cpu" seconds of this process.
+
+    CPU seconds leave out the time in which other programs held the core; they say what one thread
+    can do where the machine cannot be had alone, and are right for single-threaded cases only.
+    """
+    global _clock_name
+    _clock_name = name
+
+
+def now() -> float:
+    """The clock in use."""
+    return _CLOCKS[_clock_name]()
+
+
+def clock_name() -> str:
+    """ "wall" or "cpu"."""
+    return _clock_name
+
+
 def seconds(work: Callable[[], object]) -> float:
-    """Wall seconds of one call."""
-    start = time.perf_counter()
+    """Seconds of one call by the clock in use."""
+    start = now()
     work()
-    return time.perf_counter() - start
+    return now() - start
 
 
 def interleave(

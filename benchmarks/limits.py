@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from harness import percentile
+from harness import percentile, seconds
 from kvcore._core import probe
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ class LinearRead:
 
     def __call__(self) -> float:
         """GB/s (decimal) of one read."""
-        taken = self._probe.read(self._next, self._part)
+        taken = seconds(lambda: self._probe.read(self._next, self._part))
         self._next = (self._next + self._part) % self._probe.bytes
         return self._part / taken / 1e9
 
@@ -42,8 +42,9 @@ class Flops:
 
     def __call__(self) -> float:
         """GFLOP/s of one run."""
-        taken, flops = self._peak(self._iterations)
-        return float(flops / taken / 1e9)
+        done: list[float] = []
+        taken = seconds(lambda: done.append(self._peak(self._iterations)[1]))
+        return done[0] / taken / 1e9
 
 
 def has_dot_bf16() -> bool:

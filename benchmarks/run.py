@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import ROOT, Context, Result, commit
+from harness import ROOT, Context, Result, commit, use_clock
 
 CASES = {
     "decode_attention": "one query row over a long context, against the linear read limit",
@@ -35,6 +35,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer and smaller repetitions")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--model", help="model of model_step: directory, GGUF file or name")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: without the time others took"
+    )
     parser.add_argument(
         "--save", type=Path, metavar="DIR", help="also write the lines to a file there"
     )
@@ -66,6 +69,7 @@ def main() -> None:
         for name, text in CASES.items():
             print(f"{name:20} {text}")
         return
+    use_clock(args.clock)
     lines = []
     for result in results(args):
         lines.append(json.dumps(result.as_dict()))

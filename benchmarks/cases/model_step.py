@@ -7,12 +7,11 @@ own engine in its own process, asked in turn, so that only one of them computes 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 
 import numpy as np
 import torch
-from harness import Context, Result, median, time_result
+from harness import Context, Result, clock_name, median, now, time_result
 from kvcore import kernels, model
 from kvcore.pages import Pool
 from kvcore.worker.engine import Engine
@@ -65,20 +64,20 @@ class Ours:
             started |= {o.fields["request_id"] for o in self.engine.step() if o.kind == "tokens"}
         taken = []
         while self.engine.has_work:
-            start = time.perf_counter()
+            start = now()
             made = sum(o.kind == "tokens" for o in self.engine.step())
             if made == batch:
-                taken.append(time.perf_counter() - start)
+                taken.append(now() - start)
         return taken
 
     def first_token(self, shared: int) -> float:
         """Seconds from the request to its first token; ``shared`` tokens may be cached."""
         prompt = self.shared[:shared] + self.tokens(COLD - shared)
-        start = time.perf_counter()
+        start = now()
         self.add(prompt, 1)
         while self.engine.has_work:
             self.engine.step()
-        return time.perf_counter() - start
+        return now() - start
 
 
 def run(context: Context) -> Iterator[Result]:
@@ -100,7 +99,13 @@ def run(context: Context) -> Iterator[Result]:
 
 def decode(context: Context, ours: Ours, peers: dict[str, Peer], batch: int) -> Iterator[Result]:
     """Rounds of ours and of every peer, in turn."""
-    request = {"op": "decode", "batch": batch, "prompt": PROMPT, "steps": STEPS}
+    request = {
+        "op": "decode",
+        "batch": batch,
+        "prompt": PROMPT,
+        "steps": STEPS,
+        "clock": clock_name(),
+    }
     steps: list[float] = []
     theirs: dict[str, list[float]] = {name: [] for name in peers}
     for round_ in range(context.rounds(6, 2) + 1):
@@ -118,7 +123,7 @@ def first_token(
     context: Context, ours: Ours, peers: dict[str, Peer], shared: int
 ) -> Iterator[Result]:
     """Time to the first token of a prompt of which ``shared`` tokens are cached."""
-    request = {"op": "ttft", "prompt": COLD, "shared": shared}
+    request = {"op": "ttft", "prompt": COLD, "shared": shared, "clock": clock_name()}
     mine: list[float] = []
     theirs: dict[str, list[float]] = {name: [] for name in peers}
     for round_ in range(context.rounds(5, 2) + 1):

@@ -64,17 +64,9 @@ void bind_tree(py::module_& m) {
       .def("evict", &RadixTree::evict, py::arg("num_pages"))
       .def("clear", &RadixTree::clear)
       .def("_stats", &stats_tuple)
-      .def("drain_events",
+      .def("_drain_events",
            [](RadixTree& t) {
-             const prefix::PageEvents e = t.drain_events();
-             std::vector<std::pair<const char*, std::int32_t>> out;
-             for (const std::int32_t page : e.removed) out.emplace_back("removed", page);
-             for (const std::int32_t page : e.stored) out.emplace_back("stored", page);
-             return out;
-           })
-      .def("_drain_keys",
-           [](RadixTree& t) {
-             const prefix::KeyEvents e = t.drain_keys();
+             const prefix::PrefixEvents e = t.drain_events();
              return py::make_tuple(key_list(e.stored), key_list(e.removed), e.lost);
            })
       .def("keys", [](const RadixTree& t) { return key_list(t.keys()); });

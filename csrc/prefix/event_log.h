@@ -1,9 +1,6 @@
-// What appeared in and disappeared from a tree since the last drain, as net differences: the order
-// inside one drain does not matter if what disappeared is applied first.
-//   PageLog  by page id; bounded by the number of pages (a page may leave one prefix and join
-//   another). KeyLog   by page key; past its limit it forgets and says so (lost), and the reader
-//   takes a snapshot.
-// Thread rules: those of the owner.
+// EventLog: which page keys appeared and disappeared since the last drain, as a net difference, so the
+// order inside one drain does not matter. Bounded: past the limit it forgets and says so (lost), and
+// the reader takes a snapshot instead. Thread rules: those of its owner.
 #pragma once
 
 #include <cstdint>
@@ -24,20 +21,20 @@ struct KeyHash {
   }
 };
 
-struct KeyEvents {
+struct PrefixEvents {
   std::vector<pages::Key> stored;
   std::vector<pages::Key> removed;
   bool lost = false;  // true: differences are incomplete, use a snapshot of all keys
 };
 
-class KeyLog {
+class EventLog {
  public:
-  explicit KeyLog(std::size_t limit) : limit_(limit) {}
+  explicit EventLog(std::size_t limit) : limit_(limit) {}
   void stored(const pages::Key& key) { record(key, true); }
   void removed(const pages::Key& key) { record(key, false); }
 
-  KeyEvents drain() {
-    KeyEvents out;
+  PrefixEvents drain() {
+    PrefixEvents out;
     out.lost = lost_;
     for (const auto& [key, was_stored] : net_)
       (was_stored ? out.stored : out.removed).push_back(key);
@@ -62,48 +59,6 @@ class KeyLog {
   std::size_t limit_;
   std::unordered_map<pages::Key, bool, KeyHash> net_;
   bool lost_ = false;
-};
-
-struct PageEvents {
-  std::vector<std::int32_t> removed;
-  std::vector<std::int32_t> stored;
-};
-
-class PageLog {
- public:
-  explicit PageLog(std::size_t num_pages) : state_(num_pages, 0) {}
-  void stored(std::int32_t page) { change(page) |= kStored; }
-  void removed(std::int32_t page) {
-    std::uint8_t& state = change(page);
-    if ((state & kStored) != 0) {
-      state &= static_cast<std::uint8_t>(~kStored);  // came and went between two drains
-    } else {
-      state |= kRemoved;
-    }
-  }
-
-  PageEvents drain() {
-    PageEvents out;
-    for (const std::int32_t page : touched_) {
-      std::uint8_t& state = state_[static_cast<std::size_t>(page)];
-      if ((state & kRemoved) != 0) out.removed.push_back(page);
-      if ((state & kStored) != 0) out.stored.push_back(page);
-      state = 0;
-    }
-    touched_.clear();
-    return out;
-  }
-
- private:
-  static constexpr std::uint8_t kTouched = 1, kRemoved = 2, kStored = 4;
-  std::uint8_t& change(std::int32_t page) {
-    std::uint8_t& state = state_[static_cast<std::size_t>(page)];
-    if (state == 0) touched_.push_back(page);
-    state |= kTouched;
-    return state;
-  }
-  std::vector<std::uint8_t> state_;
-  std::vector<std::int32_t> touched_;
 };
 
 }  // namespace kvcore::prefix

@@ -33,8 +33,7 @@ RadixTree::RadixTree(std::shared_ptr<pages::Pool> pool, std::optional<pages::Key
       page_size_(at(pool_->spec().options().page_size)),
       key_maker_(keys),
       in_tree_(at(pool_->num_pages()), 0),
-      page_log_(at(pool_->num_pages())),
-      key_log_(kEventLimit) {}
+      events_(kEventLimit) {}
 
 RadixTree::~RadixTree() {
   for (const auto& [id, node] : nodes_) (void)pool_->decref(node->pages);
@@ -179,13 +178,10 @@ void RadixTree::append_leaf(Node* parent, std::string_view ns, std::span<const s
     for (std::size_t i = 0; i < fresh.size(); ++i) {
       key = key_maker_->next(digest, key, tokens.subspan(i * page_size_, page_size_));
       leaf->keys.push_back(key);
-      key_log_.stored(key);
+      events_.stored(key);
     }
   }
-  for (const std::int32_t page : fresh) {
-    in_tree_[at(page)] = 1;
-    page_log_.stored(page);
-  }
+  for (const std::int32_t page : fresh) in_tree_[at(page)] = 1;
   num_pages_ += static_cast<std::int64_t>(fresh.size());
   link(leaf);
   enqueue(leaf);
@@ -292,12 +288,9 @@ bool RadixTree::frame_is_ours(std::int32_t page) const {
 void RadixTree::drop_last_pages(Node& node, std::size_t count) {
   const std::size_t keep = node.pages.size() - count;
   const std::span dropped = std::span(node.pages).subspan(keep);
-  for (const std::int32_t page : dropped) {
-    in_tree_[at(page)] = 0;
-    page_log_.removed(page);
-  }
+  for (const std::int32_t page : dropped) in_tree_[at(page)] = 0;
   (void)pool_->decref(dropped);  // ours by the invariant
-  for (std::size_t i = keep; i < node.keys.size(); ++i) key_log_.removed(node.keys[i]);
+  for (std::size_t i = keep; i < node.keys.size(); ++i) events_.removed(node.keys[i]);
   node.pages.resize(keep);
   node.tokens.resize(keep * page_size_);
   if (key_maker_) node.keys.resize(keep);

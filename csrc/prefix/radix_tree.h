@@ -81,9 +81,8 @@ class RadixTree {
   std::int64_t clear();
 
   RadixStats stats() const;
-  PageEvents drain_events() { return page_log_.drain(); }
-  // The same by key; empty without a secret.
-  KeyEvents drain_keys() { return key_log_.drain(); }
+  // Net change of keys since the last call; empty without a secret.
+  PrefixEvents drain_events() { return events_.drain(); }
   // Keys of all pages now in the tree, for a snapshot; empty without a secret.
   std::vector<pages::Key> keys() const;
 
@@ -139,8 +138,7 @@ class RadixTree {
   std::unordered_multimap<std::uint64_t, Node*> edges_;  // by edge_hash; compared fully on look-up
   std::set<std::pair<std::int64_t, NodeId>> leaves_;     // evictable leaves by (used, id)
   std::vector<std::uint8_t> in_tree_;                    // [num_pages of the pool]
-  PageLog page_log_;
-  KeyLog key_log_;
+  EventLog events_;
   NodeId next_id_ = 1;
   std::int64_t tick_ = 0;
   std::int64_t num_pages_ = 0;

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvcore import _core
 from kvcore.pages import Pool
 
-__all__ = ["ClusterIndex", "KeyEvents", "Match", "RadixStats", "RadixTree"]
+__all__ = ["ClusterIndex", "Match", "PrefixEvents", "RadixStats", "RadixTree"]
 
 ClusterIndex = _core.prefix.ClusterIndex
 
@@ -41,7 +41,7 @@ class RadixStats(NamedTuple):
     evicted_pages: int
 
 
-class KeyEvents(NamedTuple):
+class PrefixEvents(NamedTuple):
     """Net change of the keys in a tree since the last drain (32 bytes each).
 
     Apply ``removed`` before ``stored``. ``lost`` means that more happened than was kept: send
@@ -103,13 +103,6 @@ class RadixTree(_core.prefix.RadixTree):
         """The counters now."""
         return RadixStats(*self._stats())
 
-    def drain_events(self) -> list[tuple[str, int]]:
-        """Takes the page changes since the last call: all ("removed", page), then ("stored", page).
-
-        Net: a page that came and went in between is not named.
-        """
-        return super().drain_events()
-
-    def drain_keys(self) -> KeyEvents:
+    def drain_events(self) -> PrefixEvents:
         """Takes the key changes since the last call; empty without a secret."""
-        return KeyEvents(*self._drain_keys())
+        return PrefixEvents(*self._drain_events())

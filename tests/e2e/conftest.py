@@ -8,7 +8,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pair
-
 from kvcore import model
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-
 from kvcore import kernels
 from kvcore.pages import PageSpec, Pool
 from kvcore.stream import Endpoint, LoopbackHub
@@ -159,7 +158,7 @@ class Pair:
 
     def turn(self) -> None:
         """One step of both sides, and the messages between them."""
-        told = self.decode.step()
+        told, steps = self.decode.step(), self.steps
         for kind, fields in told:
             if kind == "reserved":
                 each = self.requests[fields["request_id"]]
@@ -168,8 +167,12 @@ class Pair:
         for output in self.prefill.step():
             if output.kind == "prefilled":
                 take(self.answers, [output])
-        if self.prefill.idle and self.decode.idle:
+        if self.steps == steps:
             time.sleep(0.0002)
+
+    @property
+    def steps(self) -> int:
+        return self.prefill.counters["steps"] + self.decode.counters["steps"]
 
     def run(self, *requests: Request) -> list[Answer]:
         for each in requests:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvcore.errors import InvalidArgument, Unsupported
 from pair import (
     Pair,
     assert_baseline,
@@ -16,8 +17,6 @@ from pair import (
     request,
     run_mono,
 )
-
-from kvcore.errors import InvalidArgument, Unsupported
 
 BOUNDARIES = {
     16: [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65],

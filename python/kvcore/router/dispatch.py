@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
-from kvcore.router.policy import KEY_UNIT, Pair, can_serve, choose, uncached
+from kvcore.router.policy import KEY_UNIT, TYPICAL_ANSWER, can_serve, choose, frames, uncached
 from kvcore.router.state import (
     Action,
     Ask,
@@ -23,6 +23,7 @@ from kvcore.router.state import (
     Done,
     Failure,
     Flight,
+    Load,
     Output,
     Phase,
     Send,
@@ -73,6 +74,7 @@ class Dispatcher:
         self._attempts: dict[bytes, Flight] = {}
         self._waiting: collections.deque[Flight] = collections.deque()
         self._actions: list[Action] = []
+        self._now = 0.0
         self._room = False  # something changed that may let a waiting request go
 
     @property
@@ -91,6 +93,7 @@ class Dispatcher:
 
     def submit(self, ask: Ask, now: float) -> list[Action]:
         """A new request."""
+        self._now = now
         if len(self._waiting) >= self._max_queue:
             text = f"{len(self._waiting)} requests are waiting already; try again later"
             self._actions.append(Deliver(ask.request_id, self._busy(text)))
@@ -99,42 +102,46 @@ class Dispatcher:
         self._flights[ask.request_id] = flight
         self._room = True
         self._waiting.append(flight)
-        self._pump(now)
+        self._pump()
         return self._take()
 
     def cancel(self, request_id: bytes, now: float) -> list[Action]:
         """The client is gone; unknown ids are those of requests that are over."""
+        self._now = now
         flight = self._flights.get(request_id)
         if flight is not None:
             self.counters["cancelled"] += 1
             self._drop(flight)
-            self._pump(now)
+            self._pump()
         return self._take()
 
     def finish(self, request_id: bytes, now: float) -> list[Action]:
         """The answer is complete for the client (a stop string): end it as stopped."""
+        self._now = now
         flight = self._flights.get(request_id)
         if flight is not None:
             self._drop(flight)
             self._deliver(flight, self._done(flight, "stop", {}))
-            self._pump(now)
+            self._pump()
         return self._take()
 
     def worker_up(self, worker: Worker, now: float) -> list[Action]:
         """A worker said hello; an older one of the same id is dead."""
+        self._now = now
         if worker.worker_id in self.workers:
-            self._bury(worker.worker_id, "replaced by a newer process", now)
+            self._bury(worker.worker_id, "replaced by a newer process")
         worker.last_seen = now
         self._room = True
         self.workers[worker.worker_id] = worker
-        self._pump(now)
+        self._pump()
         return self._take()
 
     def worker_down(self, worker_id: bytes, reason: str, now: float) -> list[Action]:
         """A worker's connection is gone: its requests start again elsewhere."""
+        self._now = now
         if worker_id in self.workers:
-            self._bury(worker_id, reason, now)
-            self._pump(now)
+            self._bury(worker_id, reason)
+            self._pump()
         return self._take()
 
     def stalled(self, seconds: float) -> None:
@@ -160,6 +167,7 @@ class Dispatcher:
 
     def tick(self, now: float) -> list[Action]:
         """Time passed: deadlines, long waits, requests that no worker can serve."""
+        self._now = now
         for flight in list(self._flights.values()):
             if now >= flight.ask.deadline:
                 self._fail(flight, Failure("timeout", "the request's deadline passed"))
@@ -168,13 +176,14 @@ class Dispatcher:
             elif flight.phase is Phase.WAITING and now >= flight.since + self._max_wait_s:
                 text = f"no worker had room for {self._max_wait_s:g} s; try again later"
                 self._fail(flight, self._busy(text))
-        self._pump(now)
+        self._pump()
         return self._take()
 
     def message(
         self, worker_id: bytes, kind: str, fields: Mapping[str, Any], now: float
     ) -> list[Action]:
         """A message of a live worker. Unknown requests and kinds are counted and dropped."""
+        self._now = now
         worker = self.workers.get(worker_id)
         if worker is None:
             return []
@@ -187,8 +196,8 @@ class Dispatcher:
             self._room = True
             worker.draining = True
         else:
-            self._request_message(worker, kind, fields, now)
-        self._pump(now)
+            self._request_message(worker, kind, fields)
+        self._pump()
         return self._take()
 
     # Messages.
@@ -210,11 +219,9 @@ class Dispatcher:
             self.counters["prefix_resyncs"] += 1
             self._actions.append(Send(worker.worker_id, "prefix_resync", {}))
 
-    def _request_message(
-        self, worker: Worker, kind: str, fields: Mapping[str, Any], now: float
-    ) -> None:
+    def _request_message(self, worker: Worker, kind: str, fields: Mapping[str, Any]) -> None:
         flight = self._attempts.get(bytes(fields.get("request_id", b"")))
-        if flight is None or worker.worker_id not in (flight.prefill_id, flight.decode_id):
+        if flight is None:
             self.counters["late_messages"] += 1
             return
         handlers = {
@@ -224,25 +231,23 @@ class Dispatcher:
             "finished": self._finished,
             "failed": self._failed,
         }
+        senders = {"prefilled": {flight.prefill_id} - {flight.decode_id}}
+        senders["failed"] = {flight.prefill_id, flight.decode_id}
         handler = handlers.get(kind)
-        if handler is None:
+        if handler is None or worker.worker_id not in senders.get(kind, {flight.decode_id}):
             self.counters["unknown_messages"] += 1
             return
-        handler(flight, worker, fields, now)
+        handler(flight, worker, fields)
 
-    def _reserved(
-        self, flight: Flight, worker: Worker, fields: Mapping[str, Any], now: float
-    ) -> None:
+    def _reserved(self, flight: Flight, worker: Worker, fields: Mapping[str, Any]) -> None:
         if flight.phase is not Phase.RESERVING:
             return
         flight.phase = Phase.PREFILLING
-        request = self._request(flight, now)
+        request = self._request(flight)
         request |= {"grant": fields["grant"], "start_token": fields["cached_tokens"]}
         self._actions.append(Send(flight.prefill_id, "prefill", request))
 
-    def _prefilled(
-        self, flight: Flight, worker: Worker, fields: Mapping[str, Any], now: float
-    ) -> None:
+    def _prefilled(self, flight: Flight, worker: Worker, fields: Mapping[str, Any]) -> None:
         flight.phase = Phase.DECODING
         names = ("cached_tokens", "kv_bytes", "transport", "prefill_s", "queue_s")
         flight.facts |= {name: fields[name] for name in names}
@@ -253,14 +258,12 @@ class Dispatcher:
             share = 0.2 if worker.tokens_per_s else 1.0
             worker.tokens_per_s += share * (computed / seconds - worker.tokens_per_s)
 
-    def _tokens(
-        self, flight: Flight, worker: Worker, fields: Mapping[str, Any], now: float
-    ) -> None:
+    def _tokens(self, flight: Flight, worker: Worker, fields: Mapping[str, Any]) -> None:
         skip = len(flight.emitted) - flight.base - fields["first_index"]
         ids = list(fields["token_ids"])
         if skip < 0:
             failure = Failure("internal_error", f"{worker.name} skipped {-skip} tokens")
-            self._retry(flight, failure, now)
+            self._retry(flight, failure)
             return
         top = max(0, flight.ask.num_logprobs)
         new = Tokens(
@@ -270,26 +273,22 @@ class Dispatcher:
             list(fields["top_logprobs"])[skip * top :],
         )
         flight.phase = Phase.DECODING
-        if worker.attempts.get(flight.attempt_id):  # a mono worker's prompt is computed
-            self._room = True
-        worker.attempts[flight.attempt_id] = 0
+        load = worker.attempts[flight.attempt_id]
+        if load.pending:  # a mono worker's prompt is computed
+            load.pending, self._room = 0, True
         if new.ids:
             flight.emitted += new.ids
             self._deliver(flight, new)
 
-    def _finished(
-        self, flight: Flight, worker: Worker, fields: Mapping[str, Any], now: float
-    ) -> None:
+    def _finished(self, flight: Flight, worker: Worker, fields: Mapping[str, Any]) -> None:
         if fields["reason"] == "cancelled":
-            self._retry(flight, Failure("worker_lost", f"{worker.name} gave it back"), now)
+            self._retry(flight, Failure("worker_lost", f"{worker.name} gave it back"))
             return
         done = self._done(flight, fields["reason"], fields)
         self._land(flight)
         self._deliver(flight, done)
 
-    def _failed(
-        self, flight: Flight, worker: Worker, fields: Mapping[str, Any], now: float
-    ) -> None:
+    def _failed(self, flight: Flight, worker: Worker, fields: Mapping[str, Any]) -> None:
         failure = Failure(fields["code"], f"{worker.name}: {fields['message']}")
         if not fields["retryable"]:
             self._fail(flight, failure, gone={worker.worker_id})
@@ -298,11 +297,11 @@ class Dispatcher:
             worker.draining = True
             flight.attempts -= 1
         flight.avoid.add(worker.worker_id)
-        self._retry(flight, failure, now, gone={worker.worker_id})
+        self._retry(flight, failure, gone={worker.worker_id})
 
     # The life of a flight.
 
-    def _pump(self, now: float) -> None:
+    def _pump(self) -> None:
         """Dispatch from the head of the queue as long as there is room."""
         if not self._room:
             return
@@ -311,7 +310,7 @@ class Dispatcher:
             if serving:
                 flight.give_up = math.inf
             elif flight.give_up == math.inf:
-                flight.give_up = now + self._rejoin_wait_s
+                flight.give_up = self._now + self._rejoin_wait_s
         while self._waiting and serving:
             flight = self._waiting[0]
             if flight.keys is None:
@@ -319,32 +318,41 @@ class Dispatcher:
                 flight.namespace, flight.keys = self._keys_of(any_worker, flight.tokens)
             matched = self._index.query(flight.keys) if flight.keys else {}
             length = len(flight.ask.tokens) + len(flight.emitted)
-            pair = choose(length, matched, self.workers.values(), flight.avoid)
-            if pair is None:
+            left = flight.ask.max_tokens - len(flight.emitted)
+            choice = choose(length, left, matched, self.workers.values(), flight.avoid)
+            if isinstance(choice, tuple):
+                self._waiting.popleft()
+                units = matched.get(choice[0].worker_id, 0)
+                self._launch(flight, *choice, uncached(length, units))
+            elif choice.reason == "too_long":
+                text = f"{length} tokens and an answer of {left} fit into no worker's pages"
+                self._fail(flight, Failure("context_length_exceeded", text))
+            else:
                 break
-            self._waiting.popleft()
-            units = matched.get(pair.prefill.worker_id, 0)
-            self._launch(flight, pair, uncached(length, units), now)
         self._room = False
 
-    def _launch(self, flight: Flight, pair: Pair, pending: int, now: float) -> None:
+    def _launch(self, flight: Flight, prefill: Worker, decode: Worker, pending: int) -> None:
         flight.attempts += 1
         flight.attempt_id = self._new_id()
         flight.base = len(flight.emitted)
-        flight.facts.setdefault("wait_s", now - flight.since)
-        flight.prefill_id, flight.decode_id = pair.prefill.worker_id, pair.decode.worker_id
+        flight.facts.setdefault("wait_s", self._now - flight.since)
+        flight.prefill_id, flight.decode_id = prefill.worker_id, decode.worker_id
         self._attempts[flight.attempt_id] = flight
-        pair.decode.attempts[flight.attempt_id] = 0
-        pair.prefill.attempts[flight.attempt_id] = pending
-        mono = pair.prefill is pair.decode
+        length = len(flight.ask.tokens) + len(flight.emitted)
+        answer = min(flight.ask.max_tokens - len(flight.emitted), TYPICAL_ANSWER)
+        mono = prefill is decode
+        if not mono:
+            prefill.attempts[flight.attempt_id] = Load(pending, frames(length, prefill))
+        held = frames(length + answer, decode)
+        decode.attempts[flight.attempt_id] = Load(pending if mono else 0, held)
         flight.phase = Phase.PREFILLING if mono else Phase.RESERVING
         kind = "generate" if mono else "reserve"
-        self._actions.append(Send(flight.decode_id, kind, self._request(flight, now)))
+        self._actions.append(Send(flight.decode_id, kind, self._request(flight)))
         self.counters["dispatched"] += 1
 
-    def _request(self, flight: Flight, now: float) -> dict[str, Any]:
+    def _request(self, flight: Flight) -> dict[str, Any]:
         ask = flight.ask
-        left = ask.deadline - now
+        left = ask.deadline - self._now
         return {
             "request_id": flight.attempt_id,
             "tokens": flight.tokens,
@@ -360,7 +368,7 @@ class Dispatcher:
             "deadline_s": left if math.isfinite(left) else 0.0,
         }
 
-    def _bury(self, worker_id: bytes, reason: str, now: float) -> None:
+    def _bury(self, worker_id: bytes, reason: str) -> None:
         self._room = True
         worker = self.workers.pop(worker_id)
         self._index.drop(worker_id)
@@ -369,11 +377,9 @@ class Dispatcher:
             flight = self._attempts.get(attempt_id)
             if flight is not None:
                 failure = Failure("worker_lost", f"{worker.name} was lost: {reason}")
-                self._retry(flight, failure, now, gone={worker_id})
+                self._retry(flight, failure, gone={worker_id})
 
-    def _retry(
-        self, flight: Flight, failure: Failure, now: float, gone: AbstractSet[bytes] = _NOBODY
-    ) -> None:
+    def _retry(self, flight: Flight, failure: Failure, gone: AbstractSet[bytes] = _NOBODY) -> None:
         """Start again from what was delivered, unless that was all or it was tried enough."""
         self._recall(flight, gone)
         ended = self._ended(flight)
@@ -385,7 +391,7 @@ class Dispatcher:
         else:
             self.counters["retries"] += 1
             flight.facts["error"] = failure
-            flight.phase, flight.since = Phase.WAITING, now
+            flight.phase, flight.since = Phase.WAITING, self._now
             flight.keys = None if flight.emitted else flight.keys
             self._room = True
             self._waiting.appendleft(flight)

@@ -1,10 +1,12 @@
-"""Which worker gets a request: the least cost in seconds."""
+"""Which workers get a request: the least cost in seconds, by ``kvcore.sched``."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 
+from kvcore import sched
 from kvcore.router.state import Worker
 
 KEY_UNIT = 64
@@ -12,42 +14,37 @@ KEY_UNIT = 64
 DEPTH_TOKENS = 2048
 """A worker with this much prompt to compute gets no more: waiting here keeps the choice open, and
 decode pages are reserved only for prompts whose turn has come."""
-_FIRST_GUESS_TOKENS_PER_S = 1000.0
-_STREAM_SHARE = 0.02  # exposed seconds of KV stream per second of prefill it follows
-_SEQUENCE_S = 0.002  # what one more sequence adds to a decode step, times a typical answer
-_TYPICAL_ANSWER = 100
-_PRESSURE_S = 0.5  # cost of a decode worker without a free frame
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A choice: a prefill and a decode worker, or one mono worker as both."""
-
-    prefill: Worker
-    decode: Worker
-    cost_s: float
+TYPICAL_ANSWER = 128
+"""Tokens of an answer that count as promised; a longer one grows into what is free by then."""
+_ELEMENT_BYTES = {"f32": 4}
 
 
 def choose(
-    num_tokens: int,
+    prompt_tokens: int,
+    max_new_tokens: int,
     matched: Mapping[bytes, int],
     workers: Iterable[Worker],
-    avoid: set[bytes],
-) -> Pair | None:
-    """The cheapest pair for a prompt, or None while nobody has room.
+    avoid: AbstractSet[bytes],
+) -> tuple[Worker, Worker] | sched.Rejection:
+    """A prefill and a decode worker, or one mono worker as both; else why not now.
 
     Args:
-        num_tokens: length of the prompt.
-        matched: key units each worker holds of it.
+        matched: key units each worker holds of the prompt.
         avoid: workers that failed this request before; taken only when there is no other.
     """
     live = [w for w in workers if not w.draining]
     fresh = [w for w in live if w.worker_id not in avoid]
-    for group in (fresh, live):
-        pairs = [*_pairs(num_tokens, matched, group), *_monos(num_tokens, matched, group)]
-        if pairs:
-            return min(pairs, key=lambda pair: pair.cost_s)
-    return None
+    group = fresh if can_serve(fresh) else live
+    group = [w for w in group if w.role == "decode" or w.pending_tokens < DEPTH_TOKENS]
+    if not can_serve(group):
+        return sched.Rejection("no_room", 1.0)
+    _, token_bytes = geometry(group[0].page_spec)
+    loads = [_load(worker, matched.get(worker.worker_id, 0) * KEY_UNIT) for worker in group]
+    answer = min(max_new_tokens, TYPICAL_ANSWER)
+    choice = sched.choose(prompt_tokens, answer, token_bytes, loads)
+    if isinstance(choice, sched.Rejection):
+        return choice
+    return group[choice.prefill], group[choice.decode]
 
 
 def can_serve(workers: Iterable[Worker]) -> bool:
@@ -61,34 +58,36 @@ def uncached(num_tokens: int, units: int) -> int:
     return num_tokens - min(units * KEY_UNIT, (num_tokens - 1) // KEY_UNIT * KEY_UNIT)
 
 
-def _pairs(num_tokens: int, matched: Mapping[bytes, int], live: list[Worker]) -> Iterable[Pair]:
-    decodes = [w for w in live if w.role == "decode"]
-    for prefill in live:
-        if prefill.role != "prefill" or prefill.pending_tokens >= DEPTH_TOKENS:
-            continue
-        compute = _prefill_s(prefill, num_tokens, matched)
-        for decode in decodes:
-            missing = uncached(num_tokens, matched.get(decode.worker_id, 0))
-            stream = _STREAM_SHARE * missing / _rate(prefill)
-            yield Pair(prefill, decode, compute + stream + _decode_s(decode))
+def frames(num_tokens: int, worker: Worker) -> int:
+    """Frames that many tokens take at a worker."""
+    return -(-num_tokens // geometry(worker.page_spec)[0])
 
 
-def _monos(num_tokens: int, matched: Mapping[bytes, int], live: list[Worker]) -> Iterable[Pair]:
-    for mono in live:
-        if mono.role == "mono" and mono.pending_tokens < DEPTH_TOKENS:
-            cost = _prefill_s(mono, num_tokens, matched) + _decode_s(mono)
-            yield Pair(mono, mono, cost)
+@functools.cache
+def geometry(page_spec: str) -> tuple[int, float]:
+    """(tokens per frame, KV bytes per token) of a ``PageSpec.describe()`` text."""
+    parts = dict(part.split("=", 1) for part in page_spec.split() if "=" in part)
+
+    def number(name: str, default: int) -> int:
+        text = parts.get(name, "")
+        return int(text) if text.isdigit() else default
+
+    dims = number("head_dim_k", 0) + number("head_dim_v", 0)
+    elements = number("layers", 1) * number("kv_heads", 1) * dims
+    frame_tokens = number("page_size", KEY_UNIT) * number("extent_pages", 1)
+    return frame_tokens, float(elements * _ELEMENT_BYTES.get(parts.get("format", ""), 2))
 
 
-def _rate(worker: Worker) -> float:
-    return worker.tokens_per_s or _FIRST_GUESS_TOKENS_PER_S
-
-
-def _prefill_s(worker: Worker, num_tokens: int, matched: Mapping[bytes, int]) -> float:
-    missing = uncached(num_tokens, matched.get(worker.worker_id, 0))
-    return (worker.pending_tokens + missing) / _rate(worker)
-
-
-def _decode_s(worker: Worker) -> float:
-    used = 1.0 - worker.free_frames / worker.num_frames if worker.num_frames else 0.0
-    return len(worker.attempts) * _SEQUENCE_S * _TYPICAL_ANSWER + _PRESSURE_S * used**4
+def _load(worker: Worker, matched_tokens: int) -> sched.WorkerLoad:
+    """Frames not promised to requests under way are free, or hold prefixes that can be evicted."""
+    return sched.WorkerLoad(
+        role=worker.role,
+        num_frames=max(worker.num_frames, 1),
+        frame_tokens=geometry(worker.page_spec)[0],
+        free_frames=worker.num_frames - sum(load.frames for load in worker.attempts.values()),
+        queued_tokens=worker.pending_tokens,
+        running=len(worker.attempts),
+        matched_tokens=matched_tokens,
+        prefill_tokens_per_s=worker.tokens_per_s,
+        max_context=worker.max_context,
+    )

@@ -84,12 +84,17 @@ class Deliver:
 Action = Send | Deliver
 
 
+@dataclasses.dataclass
+class Load:
+    """What one attempt weighs at a worker: prompt tokens not computed yet, frames promised."""
+
+    pending: int
+    frames: int
+
+
 @dataclasses.dataclass(eq=False)
 class Worker:
-    """A live worker as the router sees it; its load counts from dispatch.
-
-    ``attempts`` maps each attempt here to the prompt tokens it still has to compute, 0 once done.
-    """
+    """A live worker as the router sees it; its load counts from dispatch."""
 
     worker_id: bytes
     incarnation: int
@@ -106,7 +111,7 @@ class Worker:
     last_seen: float = 0.0
     tokens_per_s: float = 0.0
     stats: dict[str, float] = dataclasses.field(default_factory=dict)
-    attempts: dict[bytes, int] = dataclasses.field(default_factory=dict)
+    attempts: dict[bytes, Load] = dataclasses.field(default_factory=dict)
     draining: bool = False
 
     @property
@@ -117,7 +122,7 @@ class Worker:
     @property
     def pending_tokens(self) -> int:
         """Prompt tokens dispatched here that are not computed yet."""
-        return sum(self.attempts.values())
+        return sum(load.pending for load in self.attempts.values())
 
 
 class Phase(enum.Enum):

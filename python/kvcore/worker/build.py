@@ -34,7 +34,7 @@ def build_worker(launch: WorkerLaunch, directory: Path) -> tuple[Engine, dict[st
         )
     pool = Pool(spec, num_frames)
     memory = PageMemory(pool, deployment_secret())
-    threads = kernels.ThreadPool(config.threads, launch.cpus or None)
+    threads = kernels.ThreadPool(config.threads, list(launch.cpus) or None)
     plan = kernels.AttentionPlan(
         pool, loaded.config.num_q_heads, loaded.config.attention_scale, threads
     )
@@ -59,7 +59,7 @@ def build_worker(launch: WorkerLaunch, directory: Path) -> tuple[Engine, dict[st
         pool,
         listen,
         key=read_key_file(launch.key_file) if launch.key_file else b"",
-        checksums=config.checksums,
+        checksums=config.checksums,  # type: ignore[arg-type]  # one of the schema's choices
         pacing_bytes_per_s=config.pacing_bytes_per_s,
     )
     about["stream_addresses"] = list(endpoint.addresses)

@@ -75,7 +75,6 @@ class Engine:
             "kv_bytes_sent": 0,
             "kv_bytes_received": 0,
         }
-        self.idle = True  # the last step had no rows
         self._live: dict[bytes, Sequence] = {}
         self._outputs: list[Output] = []
 
@@ -118,6 +117,11 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Computes one batch, if there is one, and returns what happened since the last call."""
+        self.compute(self.begin())
+        return self.drain()
+
+    def begin(self) -> list[Row]:
+        """The rows of the next batch; what this brings about should be told before computing."""
         self.poll()
         self._check_deadlines()
         rows = self.scheduler.schedule()
@@ -126,17 +130,19 @@ class Engine:
                 self._admitted(seq)
             except KvcoreError as error:
                 self._fail(seq, snake(type(error).__name__), str(error), retryable=True)
-        rows = [row for row in rows if row.seq.state is State.RUNNING]
-        self.idle = not rows
-        if rows:
-            try:
-                self._run(rows)
-            except (KvcoreError, RuntimeError, MemoryError) as error:
-                log.exception("a step of %d rows failed", len(rows))
-                for row in rows:
-                    if row.seq.state is not State.DONE:
-                        self._fail(row.seq, "internal", f"the step failed: {error}", retryable=True)
-        return self.drain()
+        return [row for row in rows if row.seq.state is State.RUNNING]
+
+    def compute(self, rows: list[Row]) -> None:
+        """One forward step over ``rows``; its failure ends their requests and nothing else."""
+        if not rows:
+            return
+        try:
+            self._run(rows)
+        except (KvcoreError, RuntimeError, MemoryError) as error:
+            log.exception("a step of %d rows failed", len(rows))
+            for row in rows:
+                if row.seq.state is not State.DONE:
+                    self._fail(row.seq, "internal", f"the step failed: {error}", retryable=True)
 
     def drain(self) -> list[Output]:
         """Outputs not taken yet."""
@@ -152,6 +158,7 @@ class Engine:
             "waiting_tokens": self.scheduler.waiting_tokens,
             "free_frames": pool.free_frames,
             "num_frames": pool.num_frames,
+            "owned_frames": self.memory.owned_frames,
             "preemptions": self.scheduler.preemptions,
         }
         return {name: float(value) for name, value in (gauges | self.counters).items()}
@@ -201,21 +208,16 @@ class Engine:
         if seq.num_computed <= seq.num_prompt:
             self.memory.publish(seq)
 
-    def _accept(self, seq: Sequence, token: Sampled) -> None:
+    def _accept(self, seq: Sequence, chosen: Sampled) -> None:
         """Appends a generated token, tells it, and ends the request when it is the last."""
-        self._tell(
-            "tokens",
-            seq,
-            first_index=seq.num_tokens - seq.num_prompt,
-            token_ids=[token.token_id],
-            **token.chances(),
-        )
-        seq.token_ids[seq.num_tokens] = token.token_id
+        self._tell("tokens", seq, first_index=seq.num_tokens - seq.num_prompt, **vars(chosen))
+        (token,) = chosen.token_ids
+        seq.token_ids[seq.num_tokens] = token
         seq.num_tokens += 1
         self.counters["generated_tokens"] += 1
         request = seq.request
         stops: Iterable[int] = () if request.ignore_eos else self.model.config.eos_ids
-        if token.token_id in request.stop_token_ids or token.token_id in stops:
+        if token in request.stop_token_ids or token in stops:
             self._finish(seq, "stop")
         elif seq.num_tokens >= seq.max_total:
             self._finish(seq, "length")
@@ -261,6 +263,9 @@ class Engine:
     # What the prefill and decode roles do differently.
 
     event_fd = -1
+
+    def close(self) -> None:
+        """Ends what the role has opened."""
 
     def poll(self) -> None:
         """Takes the events of a stream; ``event_fd`` is readable when there are any."""

@@ -1,9 +1,9 @@
-"""The prefill and decode roles: an engine each, and between them a layer-wise stream of pages.
+"""The prefill and decode roles: an engine each, and a layer-wise stream of pages between them.
 
-The decode side owns the request's output. It grants pages for what its prefix cache lacks; the
-prefill side computes the prompt, publishes every (chunk, layer) as it is appended, samples the first
-token and sends it as the stream's payload. All layers or nothing: a broken hand-over frees both
-sides' pages and is reported as retryable.
+The decode side owns the request's output and grants pages for what its prefix cache lacks. The
+prefill side computes the prompt, publishes every (chunk, layer) as it is appended, samples the
+first token and sends it as the stream's payload. All layers or nothing: a broken hand-over frees
+both sides' pages and is reported as retryable.
 """
 
 from __future__ import annotations
@@ -23,33 +23,39 @@ from kvcore.worker.scheduler import Row
 
 def pack_first(token: Sampled, seq: Sequence) -> bytes:
     """The stream's payload: what the prefill side did, and the first token, as two messages."""
-    done = {"request_id": seq.request_id, "cached_tokens": seq.cached_tokens}
-    head = wire.encode("prefilled", done)
-    chosen = {"request_id": seq.request_id, "token_ids": [token.token_id], **token.chances()}
-    return len(head).to_bytes(4, "little") + head + wire.encode("tokens", chosen)
+    name = {"request_id": seq.request_id}
+    head = wire.encode("prefilled", name | {"cached_tokens": seq.cached_tokens})
+    return len(head).to_bytes(4, "little") + head + wire.encode("tokens", name | vars(token))
 
 
 def unpack_first(payload: bytes, vocab_size: int) -> tuple[Sampled, int]:
     """The first token and how many the prefill side had cached. Raises Corrupt."""
     cut = 4 + int.from_bytes(payload[:4], "little")
     _, done = wire.decode(payload[4:cut])
-    kind, chosen = wire.decode(payload[cut:])
-    ids = chosen.get("token_ids", [])
+    kind, fields = wire.decode(payload[cut:])
+    ids = fields.get("token_ids", [])
     if kind != "tokens" or len(ids) != 1 or not 0 <= ids[0] < vocab_size:
         raise Corrupt(f"the payload holds {kind} with token_ids {ids}, not a first token")
-    token = Sampled(ids[0], chosen["logprobs"], chosen["top_ids"], chosen["top_logprobs"])
-    return token, int(done.get("cached_tokens", 0))
+    chosen = (fields[name] for name in ("token_ids", "logprobs", "top_ids", "top_logprobs"))
+    return Sampled(*chosen), int(done.get("cached_tokens", 0))
 
 
-class DecodeEngine(Engine):
-    """Receives prompts' pages and decodes; ``add`` reserves pages and answers ``Reserved``."""
+class _StreamEngine(Engine):
+    """An engine with an end of a stream."""
+
+    def __init__(self, *args: Any, endpoint: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.endpoint, self.event_fd = endpoint, endpoint.event_fd
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+
+class DecodeEngine(_StreamEngine):
+    """Receives prompts' pages and decodes; ``add`` reserves pages and answers ``reserved``."""
 
     receives = True
-
-    def __init__(self, *args: Any, endpoint: Any, grant_timeout_s: float = 60.0, **kw: Any) -> None:
-        super().__init__(*args, **kw)
-        self.endpoint, self.event_fd = endpoint, endpoint.event_fd
-        self.grant_timeout_s = grant_timeout_s
+    grant_timeout_s = 60.0
 
     def poll(self) -> None:
         """Takes what the stream did: arrived sequences join the next step's batch."""
@@ -88,7 +94,8 @@ class DecodeEngine(Engine):
             "cached_tokens": cached,
             "kv_bytes": stats.bytes,
             "arrived_fraction": stats.arrived_fraction,
-            "exposed_s": stats.exposed_s,
+            # From the end of prefill to here, where the first decode step begins.
+            "exposed_s": self.clock() - stats.commit_ns * 1e-9 if stats.same_clock else 0.0,
             "transport": stats.transport,
         }
         self.counters["kv_bytes_received"] += stats.bytes
@@ -116,14 +123,13 @@ class _Handover:
     committed_s: float = 0.0
 
 
-class PrefillEngine(Engine):
+class PrefillEngine(_StreamEngine):
     """Computes prompts and hands their pages over; keeps what it computed as a prefix cache."""
 
     decodes = False
 
-    def __init__(self, *args: Any, endpoint: Any, **kw: Any) -> None:
-        super().__init__(*args, **kw)
-        self.endpoint, self.event_fd = endpoint, endpoint.event_fd
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._sending: dict[bytes, Sequence] = {}
 
     @property

@@ -70,14 +70,19 @@ class EngineLoop:
         engine = self.engine
         while not self._stopping:
             failed = self._obey()
-            outputs = failed + engine.step()
+            rows = engine.begin()
+            self._tell(failed + engine.drain())
+            engine.compute(rows)
+            self._tell(engine.drain())
             self.stats = engine.stats()
-            events = engine.memory.drain_events()
-            if outputs or any(events):
-                self._deliver(outputs, events)
-            if engine.idle and self._commands.empty():
+            if not rows and self._commands.empty():
                 self._sleep(_STALLED_WAIT_MS if engine.has_work else _IDLE_WAIT_MS)
         engine.cancel_all()
+
+    def _tell(self, outputs: list[Output]) -> None:
+        events = self.engine.memory.drain_events()
+        if outputs or any(events):
+            self._deliver(outputs, events)
 
     def _obey(self) -> list[Output]:
         failed: list[Output] = []

@@ -30,6 +30,11 @@ class PageMemory:
     def capacity_tokens(self) -> int:
         return self.num_frames * self.extent_pages * self.page_size
 
+    @property
+    def settled(self) -> bool:
+        """No transfer holds pages that will come free by themselves."""
+        return self.pool.stats().io_pages == 0
+
     def match(self, seq: Sequence) -> None:
         """Pins the longest cached prefix and gives it to ``seq``, which must hold nothing."""
         found = self.tree.match(seq.request.namespace or None, seq.token_ids[: seq.num_tokens])
@@ -78,7 +83,7 @@ class PageMemory:
         seq.num_pages = seq.num_frames = seq.num_computed = seq.num_published = 0
 
     def drain_events(self) -> PrefixEvents:
-        """Keys stored and removed since the last call; ``lost``: ``stored`` is a snapshot instead."""
+        """Keys stored and removed since the last call, or a snapshot marked ``lost``."""
         events = self.tree.drain_events()
         return self.snapshot() if events.lost else events
 

@@ -15,7 +15,6 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from kvcore.worker.request import Output, Request
 log = logging.getLogger(__name__)
 
 ASKED_BY = {"mono": "generate", "decode": "reserve", "prefill": "prefill"}
-DRAIN_LIMIT_S = 10.0
+DRAIN_LIMIT_S = 4.0
 ORPHAN_LIMIT_S = 60.0  # a worker whose router does not come back leaves
 _RETRY_S = 0.05
 _KEYS_PER_MESSAGE = 4096
@@ -46,12 +45,12 @@ def run_worker(launch: WorkerLaunch) -> int:
         from kvcore.worker.build import build_worker  # torch, once the CPUs are set
 
         engine, about = build_worker(launch, Path(directory))
-        worker = WorkerProcess(launch, engine, about)
-        return asyncio.run(worker.run())
+        stack.callback(engine.close)
+        return asyncio.run(WorkerProcess(launch, engine, about).run())
 
 
 class WorkerProcess:
-    """The control side of one worker. ``about`` holds the fields of ``hello`` that the engine knows."""
+    """The control side of a worker. ``about``: the fields of ``hello`` that the engine knows."""
 
     def __init__(self, launch: WorkerLaunch, engine: Any, about: dict[str, Any]) -> None:
         self.launch = launch
@@ -154,7 +153,7 @@ class WorkerProcess:
             self._handle(kind, fields)
 
     def _handle(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind in ("generate", "reserve", "prefill"):
+        if kind in ASKED_BY.values():
             self._accept(kind, fields)
         elif kind == "cancel":
             self.engine_loop.submit(lambda engine: engine.cancel(fields["request_id"]))
@@ -169,23 +168,22 @@ class WorkerProcess:
             log.warning("dropped a message of type %s", kind)
 
     def _accept(self, kind: str, fields: dict[str, Any]) -> None:
-        request_id = fields["request_id"]
-        if kind != ASKED_BY[self.launch.role]:
-            message = f"a {self.launch.role} worker does not answer {kind}"
-            self._refuse(request_id, "unsupported", message)
-        elif self._draining or self._stop.is_set():
-            self._refuse(request_id, "draining", "the worker is leaving", retryable=1)
-        elif kind == "prefill":
-            grant, start = fields.pop("grant"), fields.pop("start_token")
-            self.engine_loop.submit(
-                lambda engine: engine.prefill(Request.of(fields), grant, start), request_id
-            )
-        else:
-            self.engine_loop.submit(lambda engine: engine.add(Request.of(fields)), request_id)
+        def command(engine: Any) -> None:
+            if kind == "prefill":
+                grant, start = fields.pop("grant"), fields.pop("start_token")
+                engine.prefill(Request.of(fields), grant, start)
+            else:
+                engine.add(Request.of(fields))
 
-    def _refuse(self, request_id: bytes, code: str, message: str, retryable: int = 0) -> None:
-        fields = {"request_id": request_id, "code": code, "message": message}
-        self._put("failed", {**fields, "retryable": retryable})
+        name = {"request_id": fields["request_id"]}
+        if kind != ASKED_BY[self.launch.role]:
+            text = f"a {self.launch.role} worker does not answer {kind}"
+            self._put("failed", name | {"code": "unsupported", "message": text})
+        elif self._draining or self._stop.is_set():
+            text = "the worker is leaving"
+            self._put("failed", name | {"code": "draining", "message": text, "retryable": 1})
+        else:
+            self.engine_loop.submit(command, fields["request_id"])
 
     # Worker to router.
 

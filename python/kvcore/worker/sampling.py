@@ -21,20 +21,12 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class Sampled:
-    """One chosen token with its natural-log probability, and the most likely alternatives."""
+    """One chosen token; the fields are those of a ``tokens`` message. Logprobs are natural logs."""
 
-    token_id: int
+    token_ids: list[int]
     logprobs: list[float] = field(default_factory=list)
     top_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
-
-    def chances(self) -> dict[str, list[float] | list[int]]:
-        """The fields of a ``tokens`` message beside the token."""
-        return {
-            "logprobs": self.logprobs,
-            "top_ids": self.top_ids,
-            "top_logprobs": self.top_logprobs,
-        }
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -99,7 +91,7 @@ def _with_logprobs(logits: torch.Tensor, tokens: list[int], counts: Sequence[int
     top = torch.topk(logprobs, min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
     ids, values = top.indices.tolist(), top.values.tolist()
     return [
-        Sampled(token, [chosen[i]], ids[i][:n], values[i][:n])
+        Sampled([token], [chosen[i]], ids[i][:n], values[i][:n])
         for i, (token, n) in enumerate(zip(tokens, counts, strict=True))
     ]
 
@@ -121,7 +113,7 @@ def sample(
         best[hot] = _draw(logits[hot], [params[i] for i in hot], [positions[i] for i in hot])
     tokens: list[int] = best.tolist()
     chosen: list[Sampled | None] = [
-        Sampled(token) if ok else None for token, ok in zip(tokens, sound, strict=True)
+        Sampled([token]) if ok else None for token, ok in zip(tokens, sound, strict=True)
     ]
     told = [i for i, p in enumerate(params) if p.num_logprobs >= 0 and sound[i]]
     if told:

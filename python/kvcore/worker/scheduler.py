@@ -126,7 +126,7 @@ class Scheduler:
         while not self.memory.grow(seq, seq.num_tokens):
             victim = self.running[-1]
             # Alone and still without room: its own cached prefix pins other frames' pages.
-            victim.skip_match = victim is seq and self.num_live == 1
+            victim.skip_match = victim is seq and self.num_live == 1 and self.memory.settled
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -155,7 +155,7 @@ class Scheduler:
             self.memory.match(seq)
         if not self.memory.grow(seq, seq.num_tokens, spare):
             self.memory.release(seq)
-            seq.skip_match = self.num_live == 0
+            seq.skip_match = self.num_live == 0 and self.memory.settled
             return False
         seq.skip_match = False
         self.waiting.popleft()

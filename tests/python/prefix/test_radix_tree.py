@@ -120,8 +120,8 @@ def test_too_many_undrained_keys_are_reported_as_lost() -> None:
     tree = RadixTree(pool, b"")
     row = np.arange(pool.num_pages * 16, dtype=np.int32)
     fill(pool, tree, row)
-    assert tree.drain_keys() == ([], [], True)
-    assert tree.drain_keys() == ([], [], False)
+    assert tree.drain_events() == ([], [], True)
+    assert tree.drain_events() == ([], [], False)
     assert len(tree.keys()) == pool.num_pages
 
 

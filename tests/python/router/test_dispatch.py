@@ -62,7 +62,7 @@ class World:
         return sends
 
     def up(self, worker_id: bytes, role: str, incarnation: int = 1) -> list[Send]:
-        worker = Worker(worker_id, incarnation, role, num_frames=10, free_frames=10)
+        worker = Worker(worker_id, incarnation, role, num_frames=100, free_frames=100)
         return self.take(self.dispatcher.worker_up(worker, self.now))
 
     def down(self, worker_id: bytes) -> list[Send]:
@@ -322,6 +322,27 @@ def test_waiting_keeps_order_and_room() -> None:
     sends = world.says(PREFILL, "prefilled", first)
     assert [s.type for s in sends] == ["reserve", "reserve"]
     assert sends[0].worker_id == DECODE
+
+
+def test_decode_pages_are_not_promised_twice() -> None:
+    world = pair()
+    for worker in world.dispatcher.workers.values():
+        worker.num_frames = 3
+    first = attempt_of(world.ask("a", size=130))
+    world.says(DECODE, "reserved", first)
+    assert world.ask("b", size=130) == []
+    world.says(PREFILL, "prefilled", first)
+    assert world.dispatcher.num_waiting == 1
+    sends = world.says(DECODE, "finished", first)
+    assert [s.type for s in sends] == ["reserve"]
+
+
+def test_a_prompt_that_no_worker_can_hold_fails_at_once() -> None:
+    world = pair()
+    world.dispatcher.workers[DECODE].num_frames = 2
+    world.ask("a", size=130)
+    failure = world.out("a")[-1]
+    assert isinstance(failure, Failure) and failure.code == "context_length_exceeded"
 
 
 def test_queue_limit_and_long_wait() -> None:

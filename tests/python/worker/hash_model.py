@@ -1,7 +1,7 @@
-"""A model whose next token is a hash of all tokens in its KV pages: wrong pages give other tokens.
+"""A model whose next token is a hash of all tokens in its pages: wrong pages give other tokens.
 
-HashPlan keeps one number per page slot (the token id, read from K) and answers each query row with a
-hash of everything the row's block table shows it; HashModel turns the hash into logits.
+HashPlan keeps one number per page slot (the token id, read from K) and answers each query row with
+a hash of everything the row's block table shows it; HashModel turns the hash into logits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-
 from kvcore.pages import PageSpec, Pool
 from kvcore.worker.memory import PageMemory
 from kvcore.worker.request import Output, Request
@@ -103,7 +102,7 @@ def expected(prompt: list[int], count: int, **options) -> list[int]:
     tokens, asked = list(prompt), request(0, prompt, **options)
     while len(tokens) < len(prompt) + count:
         logits = logits_of(hashes(np.array(tokens))[-1:])
-        tokens.append(sample(logits, [asked], [len(tokens)])[0].token_id)
+        tokens.append(sample(logits, [asked], [len(tokens)])[0].token_ids[0])
         if tokens[-1] == EOS:
             break
     return tokens[len(prompt) :]

@@ -1,4 +1,4 @@
-"""The engine over real pages with the hash model: what is wrong in the pages shows in the tokens."""
+"""The engine over real pages with the hash model: wrong pages show in the tokens."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,9 @@ import torch
 from hash_model import EOS, VOCAB, expected, name_of, request, rig, run, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from kvcore import _core
 from kvcore.errors import InvalidArgument, OutOfPages
 from kvcore.worker.engine import Engine
-
 
 SECRET = b"s" * 32
 
@@ -278,7 +276,7 @@ def test_what_can_never_be_answered_is_refused_by_name() -> None:
     ):
         with pytest.raises(InvalidArgument, match=f"^{field} .*allowed"):
             engine.add(request(1, prompt, **options))
-    with pytest.raises(OutOfPages, match="65 entries.*holds 64 tokens"):
+    with pytest.raises(OutOfPages, match=r"65 entries.*holds 64 tokens"):
         engine.add(request(1, [0] * 65))
     engine.add(request(1, [0] * 64, 5, ignore_eos=True))
     with pytest.raises(InvalidArgument, match="already in use"):

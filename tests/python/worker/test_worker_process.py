@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 from hash_model import expected, request, rig
-
 from kvcore import _core, wire
 from kvcore.config import WorkerLaunch
 from kvcore.errors import PeerDead

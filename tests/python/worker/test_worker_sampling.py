@@ -3,7 +3,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from kvcore.worker.request import Request
 from kvcore.worker.sampling import sample, uniforms
 
@@ -22,13 +21,13 @@ def params_of(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, num_l
 
 def draws(logits: torch.Tensor, params: Request, count: int) -> np.ndarray:
     rows = sample(logits.expand(count, -1), [params] * count, range(count))
-    return np.array([row.token_id for row in rows])
+    return np.array([row.token_ids[0] for row in rows])
 
 
 def test_greedy_is_the_first_maximum() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
     chosen = sample(logits, [params_of()] * 2, [4, 9])
-    assert [row.token_id for row in chosen] == [1, 0]
+    assert [row.token_ids[0] for row in chosen] == [1, 0]
     assert chosen[0].logprobs == []
 
 
@@ -79,7 +78,7 @@ def test_logprobs_of_chosen_and_top() -> None:
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]])
     want = torch.log_softmax(logits[0].double(), 0)
     row = sample(logits, [params_of(num_logprobs=2)], [0])[0]
-    assert row.token_id == 2 and row.top_ids == [2, 3]
+    assert row.token_ids == [2] and row.top_ids == [2, 3]
     assert row.logprobs == pytest.approx([float(want[2])])
     assert row.top_logprobs == pytest.approx([float(want[2]), float(want[3])])
     bare = sample(logits, [params_of(num_logprobs=0)], [0])[0]
