@@ -17,6 +17,8 @@ struct TileArgs {
   float* c;
   std::int64_t c_stride;  // floats between rows
   const float* alpha;     // [M] factors of the old c; null: start from zero
+  std::int64_t ahead;     // bytes from b to what will be read next, fetched alongside; 0: nothing
+  int beside;             // lines of the b row that later tiles read, fetched alongside
 };
 
 using TileFn = void (*)(const TileArgs&);
@@ -56,6 +58,18 @@ inline void accumulate(F (&acc)[M][N], const char* a, std::int64_t a_stride, con
   }
 }
 
+// The hardware follows one forward stream; where a step jumps between streams, or takes a row in
+// several tiles, it has to be told.
+template <int kLines>
+inline void fetch(const TileArgs& t, const char* b) {
+  if (t.ahead != 0) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(b + t.ahead + 64 * i);
+  }
+  if constexpr (kMaxTiles < 4)
+    for (int i = 1; i <= t.beside; ++i) __builtin_prefetch(b + 64 * i);
+}
+
 template <class Ops>
 constexpr std::int64_t a_bytes() {  // of the values of one b row
   if constexpr (requires { typename Ops::B; })
@@ -76,8 +90,10 @@ void tile(const TileArgs& t) {
                                      : mul(load(t.c + m * t.c_stride + j * kW), set1(t.alpha[m]));
   const char* a = static_cast<const char*>(t.a);
   const char* b = t.b;
-  for (std::int64_t k = 0; k < t.k; ++k, a += a_bytes<Ops>(), b += t.b_stride)
+  for (std::int64_t k = 0; k < t.k; ++k, a += a_bytes<Ops>(), b += t.b_stride) {
+    fetch<(16 * T * Ops::kBytes + 63) / 64>(t, b);
     accumulate<Ops, false>(acc, a, t.a_stride, b);
+  }
   if (t.half_row) accumulate<Ops, true>(acc, a, t.a_stride, b);
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
@@ -128,12 +144,14 @@ inline TileFn tile_of(Format format, int rows, int tiles) {
 // Calls the widest tiles that cover `lanes16` groups of 16 lanes.
 inline void run_tiles(Format format, int rows, int lanes16, TileArgs t) {
   const std::int64_t lane_bytes = format == Format::kF16 ? 2 : 4;
+  t.beside = static_cast<int>((lanes16 * 16 * lane_bytes - 1) / 64);
   while (lanes16 > 0) {
     const int n = lanes16 < kMaxTiles ? lanes16 : kMaxTiles;
     tile_of(format, rows, n)(t);
     t.b += 16 * n * lane_bytes;
     t.c += 16 * n;
     lanes16 -= n;
+    t.beside = 0;
   }
 }
 

@@ -179,7 +179,8 @@ class Router:
 
     def _lost(self, worker: Worker, reason: str) -> None:
         connection = self._connections.pop(worker.worker_id)
-        log.warning("%s (pid %d) lost: %s", worker.name, worker.pid, reason)
+        level = logging.INFO if connection.closed_in_order else logging.WARNING
+        log.log(level, "%s (pid %d) is gone: %s", worker.name, worker.pid, reason)
         self._act(self.dispatcher.worker_down(worker.worker_id, reason, self.now()))
         self._changed.set()
         connection.abort()

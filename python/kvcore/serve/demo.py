@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -128,7 +129,7 @@ def _ask_all(ask: Ask, max_tokens: int, show: Callable[..., None]) -> list[Resul
     results = []
     prompts = [("short", SHORT)]
     prompts += [("document", text + "\n\n" + QUESTIONS[0])]
-    prompts += [("document again", text + "\n\n" + QUESTIONS[1])]
+    prompts += [("again", text + "\n\n" + QUESTIONS[1])]
     for (name, prompt), question in zip(prompts, (SHORT, *QUESTIONS), strict=True):
         show(f"\n[bold]{name}:[/bold] {question}", highlight=False)
         results.append(ask(name, prompt, max_tokens, part))
@@ -267,12 +268,19 @@ def _read(
 
 
 def _table(results: Sequence[Result]) -> Table:
-    table = Table(title="What happened")
-    table.add_column("request")
-    headings = ["prompt\ntokens", "found in\nindex", "TTFT\nms", "TPOT p50\nms", "TPOT p99\nms"]
-    headings += ["KV moved\nMB", "over", "arrived at\nprefill end", "equal to\none process"]
+    table = Table(
+        title="What happened",
+        caption="index: found in the prefix index; arrived: share of the KV that was there when "
+        "prefill ended; as one process: token for token the answer of a single process",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("request", no_wrap=True)
+    headings = ["prompt\ntokens", "in\nindex", "TTFT\nms", "TPOT\np50 ms", "TPOT\np99 ms"]
+    headings += ["KV\nMB", "over", "arrived", "as one\nprocess"]
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         record = result.record()
         arrived = record["arrived_fraction"]
@@ -286,7 +294,7 @@ def _table(results: Sequence[Result]) -> Table:
             f"{record['kv_bytes'] / 1e6:.2f}",
             record["transport"],
             "-" if arrived is None else f"{100 * arrived:.1f} %",
-            "[green]yes[/green]" if result.equal_to_mono else "[red]no[/red]",
+            "[green]equal[/green]" if result.equal_to_mono else "[red]differs[/red]",
         )
     return table
 

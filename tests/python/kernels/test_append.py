@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvcore import kernels
 from kvcore import reference as ref
+from kvcore.errors import InvalidArgument
 from support.batches import Batch, Sequence, Shape, to_torch
 from support.table import PAGE_SIZES
 
@@ -81,6 +82,17 @@ def test_headers_name_slice_and_tokens(isa: str) -> None:
         assert (int(header[12]), int(header[13])) == (0, 1)  # f32, packed
     untouched = batch.geometry.slice_offset(int(batch.block_table[0, 0]), 0)
     assert not batch.arena[untouched : untouched + 64].any()
+
+
+def test_tokens_without_a_position_are_refused(isa: str) -> None:
+    """More new tokens than context may attend (and see nothing), but have no place to be stored."""
+    shape = Shape(4, 2, 32, 16, 16, "f32")
+    batch = Batch(shape, [Sequence(2, 17, 1), Sequence(1, 3, 5)], fill=False)
+    before = batch.arena.copy()
+    k, v = np.ones((6, 2, 32), np.float32), np.ones((6, 2, 16), np.float32)
+    with pytest.raises(InvalidArgument, match="sequence 1 has q_len=5 > context_lens=3"):
+        batch.plan().append(1, k, v)
+    assert np.array_equal(batch.arena, before)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -1,0 +1,149 @@
+"""The command line: exit codes and messages, without a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvcore import cli, info
+from kvcore.serve.launcher import assign_cpus
+
+
+def kvcore(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(argv)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--page-sice", "64"], "did you mean --page-size?"),
+        (["serve", "--page-size", "48"], "worker.page_size = 48"),
+        (["serve", "--port", "x"], "--port"),
+        (["serve", "--host", "0.0.0.0"], "api-key-file"),
+        (["serve", "--host", "example.com"], "api-key-file"),
+        (["serve", "--config", "/nonexistent.toml"], "/nonexistent.toml"),
+        (["serve", "--mono", "1", "--decode", "1"], "fleet.mono = 1"),
+        (["serve", "--kv-bytes", "900Ti"], "worker.kv_bytes"),
+        (["serve", "no-such-model", "--port", "0"], "no-such-model"),
+        (["worker", "king", "--router", "unix:/x"], "king"),
+        (["worker", "decode"], "--router"),
+        (["worker", "decode", "--router", "unix:/x", "--key-file", "/nonexistent"], "/nonexistent"),
+        (["worker", "decode", "--router", "unix:/x", "--cpus", "a"], "--cpus a"),
+        (["worker", "decode", "--router", "unix:/x", "--cpus", "9999"], "--cpus 9999"),
+        (["nonsense"], "nonsense"),
+        ([], "COMMAND"),
+    ],
+)
+def test_wrong_usage_exits_2(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    code, _, err = kvcore(capsys, *argv)
+    assert code == 2
+    assert message in err
+
+
+def test_an_unknown_log_level_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCORE_LOG", "loud")
+    code, _, err = kvcore(capsys, "info")
+    assert code == 2 and "KVCORE_LOG = 'loud'" in err
+
+
+def test_a_taken_port_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        code, _, err = kvcore(capsys, "serve", "--port", str(port))
+    assert code == 1
+    assert f"port {port} of 127.0.0.1 is taken" in err
+
+
+def test_a_readable_key_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("secret")
+    path.chmod(0o644)
+    code, _, err = kvcore(capsys, "serve", "--host", "0.0.0.0", "--api-key-file", str(path))
+    assert code == 2 and "others may read it" in err and "secret" not in err
+    path.chmod(0o600)
+    path.write_text(" \n")
+    code, _, err = kvcore(capsys, "serve", "--host", "0.0.0.0", "--api-key-file", str(path))
+    assert code == 2 and "is empty" in err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = kvcore(capsys, "--version")
+    assert code == 0 and out.startswith("kvcore ")
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = kvcore(capsys, "info", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["isa"]["in_use"] in facts["isa"]["available"]
+    for name in ("cuda", "rdma", "huge_pages", "io_uring"):
+        assert isinstance(facts[name]["available"], bool) and facts[name]["why"]
+    assert facts["memory"]["available_bytes"] > 0
+    code, out, _ = kvcore(capsys, "info")
+    assert {line[:12].strip() for line in out.splitlines()} >= {
+        "isa",
+        "cuda",
+        "huge pages",
+        "build",
+    }
+
+
+def test_info_leaves_no_file_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    info.gather()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_importing_the_command_line_is_light() -> None:
+    code = (
+        "import sys, kvcore.cli; print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_orphans_end_with_their_parent() -> None:
+    """A process that asked for it is killed with its parent, and ends if the parent is gone."""
+    inner = "import time; from kvcore.cli import die_with_parent as d; d({}); print(1, flush=True)"
+    script = (
+        "import os, subprocess, sys\n"
+        f"code = {inner!r}.format(os.getpid()) + '; time.sleep(60)'\n"
+        "p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE)\n"
+        "p.stdout.readline(); print(p.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    pid = int(done.stdout)
+    for _ in range(200):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            break
+        if state == "Z":
+            break
+        subprocess.run(["sleep", "0.02"], check=True)
+    else:
+        raise AssertionError("the orphan lives")
+    code = inner.format(os.getpid() + 100_000)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+
+
+def test_cpus_are_shared_out() -> None:
+    free = sorted(os.sched_getaffinity(0))
+    assert assign_cpus(1, 1) == [(free[0],)]
+    assert assign_cpus(len(free), 1) == [(cpu,) for cpu in free]
+    assert assign_cpus(len(free) + 1, 1) == [()] * (len(free) + 1)

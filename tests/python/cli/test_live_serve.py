@@ -1,0 +1,213 @@
+"""``kvcore serve`` as a user runs it: real processes, a tiny real model, the openai client."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from support import served_model
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
+FLAGS = ["--kv-bytes", "16Mi", "--page-size", "16", "--port", "0"]
+
+
+class Serve:
+    """One ``kvcore serve`` process, its log and its URL."""
+
+    def __init__(self, folder: Path, model: Path, *flags: str) -> None:
+        self.model = model.name
+        self._log = folder / "log"
+        env = {**os.environ, "HOME": str(folder)}
+        argv = [sys.executable, "-m", "kvcore", "serve", str(model), *FLAGS, *flags]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                argv, stdout=subprocess.PIPE, stderr=log, text=True, env=env
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log
+        self.url = line.split()[-1]
+        self.client = openai.OpenAI(base_url=self.url + "/v1", api_key="x", max_retries=0)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait(self, ready: Callable[[], Any], seconds: float = 120.0) -> Any:
+        end = time.monotonic() + seconds
+        while not (value := ready()):
+            assert self.process.poll() is None and time.monotonic() < end, self.log
+            time.sleep(0.02)
+        return value
+
+    def wait_ready(self) -> None:
+        self.wait(lambda: httpx.get(self.url + "/health").status_code == 200)
+
+    def pids(self, role: str = "") -> list[int]:
+        """Of workers in the order they were started; later ones replace earlier ones."""
+        return [int(pid) for pid in re.findall(rf"{role}\S* started \(pid (\d+)\)", self.log)]
+
+    def stats(self, name: str) -> dict[str, float]:
+        text = httpx.get(self.url + "/metrics").text
+        found = re.findall(rf'role="(\w+)",stat="{name}".*}} (\S+)', text)
+        return {role: float(value) for role, value in found}
+
+    def ask(self, prompt: str = PROMPT, count: int = 12, **more: Any) -> Any:
+        more = {"temperature": 0, **more}
+        return self.client.completions.create(
+            model=self.model, prompt=prompt, max_tokens=count, **more
+        )
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return served_model.make(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    serve = Serve(tmp_path_factory.mktemp("pair"), model)
+    serve.wait_ready()
+    yield serve
+    serve.process.kill()
+    serve.process.wait()
+
+
+@pytest.fixture(scope="module")
+def mono(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    serve = Serve(tmp_path_factory.mktemp("mono"), model, "--mono", "1")
+    serve.wait_ready()
+    yield serve
+    serve.process.kill()
+    serve.process.wait()
+
+
+def test_pair_and_mono_say_the_same(pair: Serve, mono: Serve) -> None:
+    more = {"extra_body": {"return_token_ids": True}}
+    for size in (1, 15, 16, 17, 200):
+        answers = [s.ask(PROMPT[:size], **more).choices[0].model_dump() for s in (pair, mono)]
+        assert answers[0]["token_ids"] == answers[1]["token_ids"]
+        assert len(answers[0]["token_ids"]) == 12 or answers[0]["finish_reason"] == "stop"
+    warm = {"temperature": 1.5, "seed": 7, "top_p": 0.9, **more}
+    answers = [s.ask(**warm).choices[0].model_dump() for s in (pair, mono)]
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
+
+
+def test_the_second_time_it_is_cached(pair: Serve) -> None:
+    prompt = "Once upon a time there was a page. " * 8
+    first, second = pair.ask(prompt), pair.ask(prompt)
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens >= len(prompt) // 64 * 64 - 64
+    facts = [answer.model_dump()["kvcore"] for answer in (first, second)]
+    assert facts[0]["transport"] == ["shm"]
+    assert 0 < facts[1]["kv_bytes"][0] < facts[0]["kv_bytes"][0]
+    assert second.choices[0].text == first.choices[0].text
+    assert pair.stats("computed_prompt_tokens")["decode"] == 0
+
+
+def test_chat_streams(pair: Serve) -> None:
+    ask = {"model": pair.model, "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+    whole = pair.client.chat.completions.create(**ask, max_tokens=9, logprobs=True, top_logprobs=2)
+    stream = pair.client.chat.completions.create(**ask, max_tokens=9, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == whole.choices[0].message.content
+    entries = whole.choices[0].logprobs.content
+    assert all(entry.logprob <= 0 and len(entry.top_logprobs) == 2 for entry in entries)
+
+
+def test_many_at_once_with_clients_that_leave(pair: Serve) -> None:
+    alone = [pair.ask(f"prompt number {i}, " * (i + 1)).choices[0].text for i in range(8)]
+    texts: dict[int, str] = {}
+
+    def run(index: int) -> None:
+        texts[index] = pair.ask(f"prompt number {index}, " * (index + 1)).choices[0].text
+
+    def leave(index: int) -> None:
+        stream = pair.ask("leaving early " * index, count=400, stream=True)
+        next(iter(stream))
+        stream.close()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+    threads += [threading.Thread(target=leave, args=(i + 1,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [texts[i] for i in range(8)] == alone
+    pair.wait(lambda: set(pair.stats("running").values()) == {0.0}, 10)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_kill_9_in_mid_request(pair: Serve, role: str) -> None:
+    """Noticed at once; the request goes on elsewhere or fails within 2 s; the worker rejoins."""
+    before = pair.pids(role)[-1]
+    box: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            box["answer"] = pair.ask("x" * 1500, count=400)
+        except openai.APIStatusError as error:
+            box["error"] = error
+        box["at"] = time.monotonic()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    busy = "generated_tokens" if role == "decode" else "running"
+    start = pair.stats(busy)[role]
+    pair.wait(lambda: pair.stats(busy)[role] > start, 20)
+    os.kill(before, signal.SIGKILL)
+    killed = time.monotonic()
+    thread.join()
+    if "error" in box:
+        assert box["at"] - killed < 2.0
+        assert box["error"].status_code == 503
+    pair.wait(lambda: pair.pids(role)[-1] != before)
+    pair.wait_ready()
+    assert pair.ask(count=3).usage.completion_tokens == 3
+
+
+def test_sigterm_ends_all(mono: Serve) -> None:
+    pids = mono.pids()
+    assert pids and all(alive(pid) for pid in pids)
+    mono.process.send_signal(signal.SIGTERM)
+    assert mono.process.wait(20) == 0
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_kill_9_of_serve_leaves_no_orphan(pair: Serve) -> None:
+    pids = [pid for pid in pair.pids() if alive(pid)]
+    assert len(pids) == 2
+    pair.process.kill()
+    pair.process.wait()
+    end = time.monotonic() + 5
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_run_without_http(model: Path, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "kvcore", "run", str(model), "hello", "--max-tokens", "5"]
+    env = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [*argv, "--kv-bytes", "16Mi"], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n") and len(done.stdout) > 1
