@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::int64_t kNsPerMs = 1'000'000;
 constexpr std::int64_t kMaxSleepMs = 1000;
+constexpr std::size_t kEventsPerStep = 16;  // calls that wait for an answer get their turn
 
 Error closed() { return {ErrorCode::kCancelled, "the endpoint is closed"}; }
 
@@ -89,7 +90,7 @@ void Endpoint::loop() {
   while (true) {
     for (auto& command : inbox_->drain()) command(*core_);
     if (stop_) break;
-    more = core_->step(transport::now_ns());
+    more = core_->step(transport::now_ns(), kEventsPerStep);
     queue_events();
     if (more) continue;
     std::int64_t wait_ms = kMaxSleepMs;

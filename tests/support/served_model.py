@@ -35,10 +35,11 @@ CONFIG = {
 }
 
 
-def make(path: Path) -> Path:
+def make(path: Path, max_position: int = 2048) -> Path:
     """Write the model; the same weights each time."""
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    config = {**CONFIG, "max_position_embeddings": max_position}
+    (path / "config.json").write_text(json.dumps(config))
     torch.manual_seed(1)
     save_file(_weights(), path / "model.safetensors", metadata={"format": "pt"})
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

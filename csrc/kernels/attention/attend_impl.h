@@ -103,6 +103,8 @@ void attend_unit(const AttendUnit& u) {
   const std::int64_t rows = rows_of(u);
   const std::int64_t visible = u.first_visible + u.t1 - 1;
   const bool partial = u.partial_out != nullptr;
+  // Page after page, KV heads inside: the order of the bytes.
+  const std::int64_t run = u.pages->page_size > kStepTokens ? u.pages->page_size : kStepTokens;
   Group g{};
   for (float& one : g.ones) one = 1.f;
   load_queries(u);
@@ -111,8 +113,10 @@ void attend_unit(const AttendUnit& u) {
     const std::int64_t begin = segment * kSegmentTokens;
     const std::int64_t end = at_most(visible, begin + kSegmentTokens);
     clear_segment(u, rows);
-    for (std::int64_t start = begin; start < end; start += kStepTokens)
-      for (std::int32_t h = u.h0; h < u.h1; ++h) run_step(u, h, start, g);
+    for (std::int64_t start = begin; start < end; start += run)
+      for (std::int32_t h = u.h0; h < u.h1; ++h)
+        for (std::int64_t t = start; t < at_most(end, start + run); t += kStepTokens)
+          run_step(u, h, t, g);
     const std::int64_t at = (segment - u.segment0) * rows;
     float* out = partial ? u.partial_out + at * u.pages->head_dim_v : u.scratch->o_segment;
     float* lse = partial ? u.partial_lse + at : u.scratch->m;

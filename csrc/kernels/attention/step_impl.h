@@ -13,8 +13,10 @@ struct Piece {  // consecutive tokens of one page inside one step, for one KV he
   const char* v;
   std::int64_t v_tokens;  // tokens of the block by which V's dim blocks are strided
   std::int64_t v_first;   // of those, the piece's first
-  int first, count;       // in the step
-  int lanes;              // tokens of one K block row
+  std::int64_t k_ahead;  // bytes from K's rows to what is read next; 0: no need to say, see reach()
+  std::int64_t v_ahead;
+  int first, count;  // in the step
+  int lanes;         // tokens of one K block row
   Format k_format, v_format;
 };
 
@@ -27,6 +29,26 @@ struct Step {
 inline std::int64_t bytes_of(Format f) { return f == Format::kF32 ? 4 : 2; }
 inline bool takes_pairs(Format f) { return kBf16Pairs && f == Format::kBf16; }
 inline std::int64_t at_most(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
+// A page of 64 tokens is read strictly forward. Smaller pages are read in turn, a K block of each
+// and then a V block of each; of a page of 128 tokens first one half and then the other. When few
+// rows share the bytes, the jumps cost more than the arithmetic, so the next run is fetched beside
+// this one.
+inline void reach(const AttendUnit& u, std::int64_t in_page, Piece& p) {
+  const std::int64_t page = u.pages->page_size;
+  if (page == kStepTokens || (u.t1 - u.t0) * u.group > kMaxRows) return;
+  const std::int64_t k_block = page * u.pages->head_dim_k * bytes_of(p.k_format);
+  const std::int64_t v_block = page * u.pages->head_dim_v * bytes_of(p.v_format);
+  if (page < kStepTokens) {  // K, then V, then the next head's K
+    p.k_ahead = k_block;
+    p.v_ahead = v_block;
+  } else {  // the other half, then the next head's first half
+    const std::int64_t k_half = k_block / 2,
+                       v_half = kStepTokens * kDimBlock * bytes_of(p.v_format);
+    p.k_ahead = in_page == 0 ? k_half : k_block + v_block - k_half;
+    p.v_ahead = in_page == 0 ? v_half : k_block + v_block - v_half;
+  }
+}
 
 // The pieces of the step that starts at absolute token `start`, of which `tokens` are in use.
 void find_pieces(const AttendUnit& u, std::int32_t h, std::int64_t start, std::int64_t tokens,
@@ -45,13 +67,14 @@ void find_pieces(const AttendUnit& u, std::int32_t h, std::int64_t start, std::i
     Piece& p = step.pieces[step.num_pieces++];
     p.first = static_cast<int>(i);
     p.lanes = static_cast<int>(at_most(page, kTokenBlock));
-    p.count =
-        p.lanes;  // in_page is a multiple of lanes: steps and pages start at multiples of both
+    p.count = p.lanes;  // steps and pages start at multiples of it
     p.k_format = head.k_format;
     p.v_format = head.v_format;
     p.k = slice + head.k_offset_bytes;
     p.v = slice + head.v_offset_bytes;
+    p.k_ahead = p.v_ahead = 0;
     if (cls.layout == LayoutId::kPacked) {
+      reach(u, in_page, p);
       p.k += in_page * pv.head_dim_k * bytes_of(p.k_format);
       p.v_tokens = page;
       p.v_first = in_page;
@@ -98,6 +121,7 @@ inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, i
     t.c = &g.scores[0][p.first];
     t.c_stride = kStepTokens;
     t.alpha = nullptr;
+    t.ahead = p.k_ahead;
     const int lanes16 = static_cast<int>((at_most(n - p.first, p.count) + 15) / 16);
     run_tiles(p.k_format, rows, lanes16, t);
   }
@@ -166,6 +190,7 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
     t.half_row = p.v_format == Format::kBf16 && tokens % 2 != 0;
     t.c_stride = dv;
     t.alpha = i == 0 ? g.alpha : g.ones;
+    t.ahead = p.v_ahead;
     for (std::int32_t d = 0; d < dv; d += static_cast<std::int32_t>(kDimBlock)) {
       const std::int64_t dims = at_most(dv - d, kDimBlock);
       t.b = p.v + (p.v_tokens * d + p.v_first * dims) * bytes_of(p.v_format);

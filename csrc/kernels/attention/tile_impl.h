@@ -17,20 +17,11 @@ struct TileArgs {
   float* c;
   std::int64_t c_stride;  // floats between rows
   const float* alpha;     // [M] factors of the old c; null: start from zero
+  std::int64_t ahead;     // bytes from b to what will be read next, fetched alongside; 0: nothing
+  int beside;             // lines of the b row that later tiles read, fetched alongside
 };
 
 using TileFn = void (*)(const TileArgs&);
-
-// Few rows wait for memory. The hardware's stream prefetch stops at every 4 KiB and needs some misses
-// to start again: the first lines of the next 4 KiB are asked for early. Only these: more would fill
-// the few miss buffers that software prefetches share with loads.
-constexpr int kStreamedRows = 4;
-constexpr int kWakeLines = 4;
-
-inline void wake_prefetcher(const char* b) {
-  if ((reinterpret_cast<std::uintptr_t>(b) & 0xf00) != 0) return;
-  for (int i = 0; i < kWakeLines; ++i) __builtin_prefetch(b + 4096 + 64 * i);
-}
 
 // FirstOnly: of the b row's pairs only the first value counts, whatever the second holds.
 template <class Ops, bool FirstOnly, int M, int N>
@@ -67,6 +58,18 @@ inline void accumulate(F (&acc)[M][N], const char* a, std::int64_t a_stride, con
   }
 }
 
+// The hardware follows one forward stream; where a step jumps between streams, or takes a row in
+// several tiles, it has to be told.
+template <int kLines>
+inline void fetch(const TileArgs& t, const char* b) {
+  if (t.ahead != 0) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(b + t.ahead + 64 * i);
+  }
+  if constexpr (kMaxTiles < 4)
+    for (int i = 1; i <= t.beside; ++i) __builtin_prefetch(b + 64 * i);
+}
+
 template <class Ops>
 constexpr std::int64_t a_bytes() {  // of the values of one b row
   if constexpr (requires { typename Ops::B; })
@@ -88,7 +91,7 @@ void tile(const TileArgs& t) {
   const char* a = static_cast<const char*>(t.a);
   const char* b = t.b;
   for (std::int64_t k = 0; k < t.k; ++k, a += a_bytes<Ops>(), b += t.b_stride) {
-    if constexpr (M <= kStreamedRows) wake_prefetcher(b);
+    fetch<(16 * T * Ops::kBytes + 63) / 64>(t, b);
     accumulate<Ops, false>(acc, a, t.a_stride, b);
   }
   if (t.half_row) accumulate<Ops, true>(acc, a, t.a_stride, b);
@@ -141,12 +144,14 @@ inline TileFn tile_of(Format format, int rows, int tiles) {
 // Calls the widest tiles that cover `lanes16` groups of 16 lanes.
 inline void run_tiles(Format format, int rows, int lanes16, TileArgs t) {
   const std::int64_t lane_bytes = format == Format::kF16 ? 2 : 4;
+  t.beside = static_cast<int>((lanes16 * 16 * lane_bytes - 1) / 64);
   while (lanes16 > 0) {
     const int n = lanes16 < kMaxTiles ? lanes16 : kMaxTiles;
     tile_of(format, rows, n)(t);
     t.b += 16 * n * lane_bytes;
     t.c += 16 * n;
     lanes16 -= n;
+    t.beside = 0;
   }
 }
 

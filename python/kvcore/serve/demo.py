@@ -151,7 +151,7 @@ def _ask_all(ask: Ask, max_tokens: int, show: Callable[..., None]) -> list[Resul
 def _serving(model: str, flags: list[str], count: int, console: Console) -> Iterator[Ask]:
     """``kvcore serve`` as a process of its own on a free port; stopped at the end."""
     argv = [sys.executable, "-m", "kvcore", "serve", model, "--port", "0", *flags]
-    argv += ["--kv-bytes", _KV_BYTES, "--parent-pid", str(os.getpid())]
+    argv += ["--config", os.devnull, "--kv-bytes", _KV_BYTES, "--parent-pid", str(os.getpid())]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         server = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True

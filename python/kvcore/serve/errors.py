@@ -58,6 +58,7 @@ _BY_CODE = {
     "timeout": (504, "timeout_error"),
     "invalid_argument": (400, "invalid_request_error"),
     "unsupported": (400, "invalid_request_error"),
+    "out_of_pages": (400, "invalid_request_error"),
     "context_length_exceeded": (400, "invalid_request_error"),
 }
 

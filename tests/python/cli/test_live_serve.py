@@ -100,6 +100,16 @@ def mono(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     serve.process.wait()
 
 
+@pytest.fixture(autouse=True)
+def _show_log(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The server's log stands beside a failure."""
+    serves = [request.getfixturevalue(n) for n in ("pair", "mono") if n in request.fixturenames]
+    before = [len(serve.log) for serve in serves]
+    yield
+    for serve, start in zip(serves, before, strict=True):
+        sys.stdout.write(serve.log[start:])
+
+
 def test_pair_and_mono_say_the_same(pair: Serve, mono: Serve) -> None:
     more = {"extra_body": {"return_token_ids": True}}
     for size in (1, 15, 16, 17, 200):
@@ -169,10 +179,14 @@ def test_kill_9_in_mid_request(pair: Serve, role: str) -> None:
         box["at"] = time.monotonic()
 
     thread = threading.Thread(target=run)
+    made = pair.stats("generated_tokens")["decode"]
+    if role == "prefill":
+        os.kill(before, signal.SIGSTOP)  # a prompt of a tiny model takes no time otherwise
     thread.start()
-    busy = "generated_tokens" if role == "decode" else "running"
-    start = pair.stats(busy)[role]
-    pair.wait(lambda: pair.stats(busy)[role] > start, 20)
+    if role == "prefill":
+        pair.wait(lambda: pair.stats("running")["decode"] == 1, 20)
+    else:
+        pair.wait(lambda: pair.stats("generated_tokens")["decode"] > made, 20)
     os.kill(before, signal.SIGKILL)
     killed = time.monotonic()
     thread.join()

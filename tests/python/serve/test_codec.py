@@ -65,7 +65,10 @@ def test_generation_config_has_the_last_word(folder: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [("{{ raise_exception('no system role') }}", "no system role"), ("{{ messages[9].x }}", "no element")],
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ messages[9].x }}", "no element"),
+    ],
 )
 def test_a_template_that_refuses(folder: Path, tmp_path: Path, template: str, message: str) -> None:
     for name in ("config.json", "tokenizer.json"):
