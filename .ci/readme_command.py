@@ -1,4 +1,4 @@
-"""Prints the README's own command line marked with a comment ``# ci: NAME`` above its code block."""
+"""Prints the README's own command line below the comment ``<!-- ci: NAME -->``."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the list of public names; ``--check`` compares instead (exit 1 when stale)."""
+"""Writes docs/api.md, the list of public names; ``--check`` compares (exit 1 when stale)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ import pathlib
 import sys
 
 MODULES = [
-    "kvcore.errors", "kvcore.pages", "kvcore.keys", "kvcore.prefix", "kvcore.kernels", "kvcore.wire",
-    "kvcore.transport", "kvcore.stream", "kvcore.sched", "kvcore.ops", "kvcore.model", "kvcore.worker",
-    "kvcore.router", "kvcore.reference",
-]  # fmt: skip
+    "kvcore.errors",
+    "kvcore.pages",
+    "kvcore.keys",
+    "kvcore.prefix",
+    "kvcore.kernels",
+    "kvcore.wire",
+    "kvcore.transport",
+    "kvcore.stream",
+    "kvcore.sched",
+    "kvcore.ops",
+    "kvcore.model",
+    "kvcore.worker",
+    "kvcore.router",
+    "kvcore.reference",
+]
 HERE = pathlib.Path(__file__).parent
 
 
@@ -22,14 +33,22 @@ def first_line(obj: object) -> str:
 
 
 def render() -> str:
-    out = ["# Public names", "", "Made by `make docs` from the package itself; a test compares it.", ""]
+    out = [
+        "# Public names",
+        "",
+        "Made by `make docs` from the package itself; a test compares it.",
+        "",
+    ]
     for name in MODULES:
         module = importlib.import_module(name)
-        out += [f"## {name}", "", first_line(module), "", "| name | what it is |", "|---|---|"]
+        out += [f"## {name}", "", first_line(module), ""]
+        out += ["| name | what it is |", "|---|---|"]
         names = getattr(module, "__all__", None) or sorted(
             n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == name
         )
-        out += [f"| `{n}` | {first_line(getattr(module, n)).replace('|', '/')} |" for n in names]
+        for n in names:
+            what = first_line(getattr(module, n)).replace("|", "/")
+            out.append(f"| `{n}` | {what} |")
         out.append("")
     return "\n".join(out)
 

@@ -9,7 +9,7 @@ class KvcoreError(Exception):
 
 
 class InvalidArgument(KvcoreError, ValueError):
-    """A value is outside the documented range; the message names field, value and what is allowed."""
+    """A value is outside the documented range; the message names field, value, allowed range."""
 
 
 class OutOfPages(KvcoreError, MemoryError):

@@ -78,6 +78,7 @@ class Answer:
     """What a request came to."""
 
     tokens: list[int] = field(default_factory=list)
+    told: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
     prefilled: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, Any] = field(default_factory=dict)
@@ -89,6 +90,7 @@ def take(answers: dict[bytes, Answer], outputs: Sequence[Any]) -> None:
         if kind == "tokens":
             assert fields["first_index"] == len(answer.tokens)
             answer.tokens += fields["token_ids"]
+            answer.told.append(fields)
         elif kind == "prefilled":
             answer.prefilled = fields
         else:

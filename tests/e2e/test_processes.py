@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pair import make_mono, prompt, request, run_mono
-
 from kvcore.config import deployment_secret, make_key_file
 from kvcore.prefix import ClusterIndex
 from kvcore.router.dispatch import Dispatcher
 from kvcore.router.server import ClientStream, Router
 from kvcore.router.state import Ask, Done, Failure
 from kvcore.serve.keys import keys_under
+from pair import make_mono, prompt, request, run_mono
 
 START_LIMIT_S = 120  # a process loads torch and transformers, on a busy machine
 
@@ -41,9 +40,7 @@ class Fleet:
             argv += ["--router", self.router.address, "--key-file", self.folder / "key"]
             argv += ["--runtime-dir", self.folder, "--kv-bytes", "64Mi", *self.options]
             environment = {**os.environ, "HOME": str(self.folder)}
-            started.append(
-                await asyncio.create_subprocess_exec(*map(str, argv), env=environment)
-            )
+            started.append(await asyncio.create_subprocess_exec(*map(str, argv), env=environment))
         self.processes += started
         await self.until(lambda: len(self.workers) == count, START_LIMIT_S)
         return started
@@ -78,9 +75,7 @@ class Fleet:
 
     async def quiet(self) -> None:
         """Until every worker reports that no sequence holds pages."""
-        await self.until(
-            lambda: all(w.running == w.waiting == 0 and w.stats for w in self.workers)
-        )
+        await self.until(lambda: all(w.running == w.waiting == 0 and w.stats for w in self.workers))
         await self.until(lambda: all(w.stats["owned_frames"] == 0 for w in self.workers))
 
 

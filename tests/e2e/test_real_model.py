@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pair import Pair, make_mono, request, run_mono
-
 from kvcore import model
+from pair import Pair, make_mono, request, run_mono
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
-"""No wide instruction leaks: files compiled for one ISA define weak symbols in their own namespace only.
+"""No wide instruction leaks: an ISA's files define weak symbols in their own namespace only.
 
-A weak symbol (say, an instantiation of std::vector) compiled with AVX-512 flags may be the copy that the
-linker keeps for the whole library, and then crashes on a machine without AVX-512.
+A weak symbol (say, an instantiation of std::vector) compiled with AVX-512 flags may be the copy
+that the linker keeps for the whole library, and then crashes on a machine without AVX-512.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 ORCHESTRATION_LIMIT = 2500
 NOT_FUNCTIONS = re.compile(
-    r"^\s*(namespace|class|struct|enum|union|extern|else|if|for|while|switch|do|try|catch|}|typedef)\b"
+    r"^\s*(namespace|class|struct|enum|union|extern|else|if|for|while|switch"
+    r"|do|try|catch|}|typedef)\b"
 )
 
 
@@ -33,7 +34,7 @@ def test_files_are_short() -> None:
 
 
 def cpp_functions(text: str) -> list[tuple[int, int]]:
-    """(first line, number of lines) of blocks that look like function bodies, by formatted indentation."""
+    """(first line, lines) of blocks that look like function bodies, by formatted indentation."""
     lines = text.splitlines()
     found = []
     for i, line in enumerate(lines):
@@ -42,8 +43,7 @@ def cpp_functions(text: str) -> list[tuple[int, int]]:
             indent > 2
             or not line.rstrip().endswith("{")
             or NOT_FUNCTIONS.match(line)
-            or "(" not in line
-            and ")" not in line
+            or ("(" not in line and ")" not in line)
         ):
             continue
         end = next(

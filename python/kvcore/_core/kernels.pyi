@@ -104,7 +104,6 @@ def unpack_slice_ptr(
     dtype: int,
 ) -> None: ...
 def copy_pages(view_address: int, from_pages: list[int], to_pages: list[int]) -> None: ...
-
 def rms_norm_ptr(
     x: int,
     x_stride: int,

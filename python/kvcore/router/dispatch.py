@@ -15,7 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
-from kvcore.router.policy import KEY_UNIT, TYPICAL_ANSWER, can_serve, choose, frames, uncached
+from kvcore.router.policy import (
+    TYPICAL_ANSWER,
+    can_serve,
+    choose,
+    frames,
+    geometry,
+    uncached,
+)
 from kvcore.router.state import (
     Action,
     Ask,
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
     from kvcore.prefix import ClusterIndex
 
 _NOBODY: AbstractSet[bytes] = frozenset()
+_MIN_RATED_TOKENS = 64  # a shorter prefill says little about the rate
 _NO_WORKERS = Failure("no_workers", "no worker is ready to serve this request", 1.0)
 KeysOf = Callable[[Worker, Sequence[int]], "tuple[bytes, list[bytes]]"]
 
@@ -254,7 +262,7 @@ class Dispatcher:
         self._room = True
         worker.attempts.pop(flight.attempt_id, None)
         computed, seconds = fields["computed_tokens"], fields["prefill_s"]
-        if computed >= KEY_UNIT and seconds > 0:
+        if computed >= _MIN_RATED_TOKENS and seconds > 0:
             share = 0.2 if worker.tokens_per_s else 1.0
             worker.tokens_per_s += share * (computed / seconds - worker.tokens_per_s)
 
@@ -323,7 +331,8 @@ class Dispatcher:
             if isinstance(choice, tuple):
                 self._waiting.popleft()
                 units = matched.get(choice[0].worker_id, 0)
-                self._launch(flight, *choice, uncached(length, units))
+                unit = geometry(choice[0].page_spec).page_size
+                self._launch(flight, *choice, uncached(length, units, unit))
             elif choice.reason == "too_long":
                 text = f"{length} tokens and an answer of {left} fit into no worker's pages"
                 self._fail(flight, Failure("context_length_exceeded", text))

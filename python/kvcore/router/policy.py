@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 from kvcore import sched
 from kvcore.router.state import Worker
 
-KEY_UNIT = 64
-"""Tokens per page key."""
+DEFAULT_PAGE_SIZE = 64
 DEPTH_TOKENS = 2048
 """A worker with this much prompt to compute gets no more: waiting here keeps the choice open, and
 decode pages are reserved only for prompts whose turn has come."""
@@ -29,7 +29,7 @@ def choose(
     """A prefill and a decode worker, or one mono worker as both; else why not now.
 
     Args:
-        matched: key units each worker holds of the prompt.
+        matched: pages each worker holds of the prompt.
         avoid: workers that failed this request before; taken only when there is no other.
     """
     live = [w for w in workers if not w.draining]
@@ -38,8 +38,8 @@ def choose(
     group = [w for w in group if w.role == "decode" or w.pending_tokens < DEPTH_TOKENS]
     if not can_serve(group):
         return sched.Rejection("no_room", 1.0)
-    _, token_bytes = geometry(group[0].page_spec)
-    loads = [_load(worker, matched.get(worker.worker_id, 0) * KEY_UNIT) for worker in group]
+    token_bytes = geometry(group[0].page_spec).token_bytes
+    loads = [_load(worker, matched.get(worker.worker_id, 0)) for worker in group]
     answer = min(max_new_tokens, TYPICAL_ANSWER)
     choice = sched.choose(prompt_tokens, answer, token_bytes, loads)
     if isinstance(choice, sched.Rejection):
@@ -53,19 +53,28 @@ def can_serve(workers: Iterable[Worker]) -> bool:
     return "mono" in roles or roles >= {"prefill", "decode"}
 
 
-def uncached(num_tokens: int, units: int) -> int:
-    """Prompt tokens to compute when ``units`` key units are held; the last token always is."""
-    return num_tokens - min(units * KEY_UNIT, (num_tokens - 1) // KEY_UNIT * KEY_UNIT)
+def uncached(num_tokens: int, units: int, page_size: int) -> int:
+    """Prompt tokens to compute when ``units`` pages are held; the last token always is."""
+    return num_tokens - min(units * page_size, (num_tokens - 1) // page_size * page_size)
 
 
 def frames(num_tokens: int, worker: Worker) -> int:
     """Frames that many tokens take at a worker."""
-    return -(-num_tokens // geometry(worker.page_spec)[0])
+    return -(-num_tokens // geometry(worker.page_spec).frame_tokens)
+
+
+class Geometry(NamedTuple):
+    """What a worker's pages look like from here."""
+
+    page_size: int
+    """Tokens per page, which is also the unit of its keys."""
+    frame_tokens: int
+    token_bytes: float
 
 
 @functools.cache
-def geometry(page_spec: str) -> tuple[int, float]:
-    """(tokens per frame, KV bytes per token) of a ``PageSpec.describe()`` text."""
+def geometry(page_spec: str) -> Geometry:
+    """Read from a ``PageSpec.describe()`` text."""
     parts = dict(part.split("=", 1) for part in page_spec.split() if "=" in part)
 
     def number(name: str, default: int) -> int:
@@ -74,20 +83,22 @@ def geometry(page_spec: str) -> tuple[int, float]:
 
     dims = number("head_dim_k", 0) + number("head_dim_v", 0)
     elements = number("layers", 1) * number("kv_heads", 1) * dims
-    frame_tokens = number("page_size", KEY_UNIT) * number("extent_pages", 1)
-    return frame_tokens, float(elements * _ELEMENT_BYTES.get(parts.get("format", ""), 2))
+    page_size = number("page_size", DEFAULT_PAGE_SIZE)
+    token_bytes = float(elements * _ELEMENT_BYTES.get(parts.get("format", ""), 2))
+    return Geometry(page_size, page_size * number("extent_pages", 1), token_bytes)
 
 
-def _load(worker: Worker, matched_tokens: int) -> sched.WorkerLoad:
+def _load(worker: Worker, matched_pages: int) -> sched.WorkerLoad:
     """Frames not promised to requests under way are free, or hold prefixes that can be evicted."""
+    shape = geometry(worker.page_spec)
     return sched.WorkerLoad(
         role=worker.role,
         num_frames=max(worker.num_frames, 1),
-        frame_tokens=geometry(worker.page_spec)[0],
+        frame_tokens=shape.frame_tokens,
         free_frames=worker.num_frames - sum(load.frames for load in worker.attempts.values()),
         queued_tokens=worker.pending_tokens,
         running=len(worker.attempts),
-        matched_tokens=matched_tokens,
+        matched_tokens=matched_pages * shape.page_size,
         prefill_tokens_per_s=worker.tokens_per_s,
         max_context=worker.max_context,
     )

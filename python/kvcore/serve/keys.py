@@ -8,7 +8,7 @@ import numpy as np
 
 from kvcore.keys import Namespace, page_keys
 from kvcore.router.dispatch import KeysOf
-from kvcore.router.policy import KEY_UNIT
+from kvcore.router.policy import geometry
 from kvcore.router.state import Worker
 
 
@@ -24,7 +24,8 @@ def keys_under(secret: bytes, dtype: str) -> KeysOf:
         if identity not in known:
             known[identity] = _namespace(*identity, dtype)
         namespace, digest = known[identity]
-        return digest, page_keys(secret, namespace, np.asarray(tokens, np.int32), KEY_UNIT)
+        unit = geometry(worker.page_spec).page_size
+        return digest, page_keys(secret, namespace, np.asarray(tokens, np.int32), unit)
 
     return keys_of
 

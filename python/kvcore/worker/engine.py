@@ -25,6 +25,11 @@ log = logging.getLogger(__name__)
 
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in kvcore.kernels
 
+_COUNTERS = (
+    "steps", "generated_tokens", "computed_prompt_tokens", "recomputed_tokens", "cached_tokens",
+    "kv_bytes_sent", "kv_bytes_received",
+)  # fmt: skip
+
 
 def snake(name: str) -> str:
     """The wire's name of an error class: ``InvalidArgument`` is ``invalid_argument``."""
@@ -40,7 +45,6 @@ class Engine:
         memory: the pages; plan: a ``kernels.AttentionPlan`` over the same pool.
         token_budget: tokens per step shared by decode rows and prompt chunks.
         max_running: sequences that hold pages at once.
-        max_context: tokens of a request, prompt and completion; 0 = what the model allows.
     """
 
     decodes = True
@@ -54,27 +58,14 @@ class Engine:
         *,
         token_budget: int = 512,
         max_running: int = 64,
-        max_context: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.model = model
-        self.memory = memory
-        self.plan = plan
-        self.clock = clock
-        limit = int(model.config.max_position)
-        self.max_context = min(max_context, limit) if max_context > 0 else limit
+        self.model, self.memory, self.plan, self.clock = model, memory, plan, clock
+        self.max_context = int(model.config.max_position)
         self.scheduler = Scheduler(
             memory, token_budget, max_running, decodes=self.decodes, receives=self.receives
         )
-        self.counters = {
-            "steps": 0,
-            "computed_prompt_tokens": 0,
-            "recomputed_tokens": 0,
-            "cached_tokens": 0,
-            "generated_tokens": 0,
-            "kv_bytes_sent": 0,
-            "kv_bytes_received": 0,
-        }
+        self.counters = dict.fromkeys(_COUNTERS, 0)
         self._live: dict[bytes, Sequence] = {}
         self._outputs: list[Output] = []
 

@@ -55,7 +55,7 @@ class DecodeEngine(_StreamEngine):
     """Receives prompts' pages and decodes; ``add`` reserves pages and answers ``reserved``."""
 
     receives = True
-    grant_timeout_s = 60.0
+    grant_limit_s = 600.0  # of requests without a deadline; a peer's death is noticed at once
 
     def poll(self) -> None:
         """Takes what the stream did: arrived sequences join the next step's batch."""
@@ -74,13 +74,13 @@ class DecodeEngine(_StreamEngine):
             return  # preempted before: its tokens are known, it recomputes
         first = seq.num_computed // seq.page_size
         last = -(-seq.num_prompt // seq.page_size)
-        left = seq.request.deadline_s - (self.clock() - seq.arrival_s)
+        limit_s = seq.request.deadline_s or self.grant_limit_s
         grant = self.endpoint.grant(
             seq.request_id,
             seq.pages[first:last].tolist(),
             seq.num_prompt - seq.num_computed,
             seq.num_computed,
-            min(left, self.grant_timeout_s) if seq.request.deadline_s > 0 else self.grant_timeout_s,
+            max(0.001, seq.arrival_s + limit_s - self.clock()),
         )
         self._tell("reserved", seq, grant=grant, cached_tokens=seq.num_computed)
 

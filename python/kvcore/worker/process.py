@@ -111,16 +111,9 @@ class WorkerProcess:
                 raise Unauthenticated(f"the router answered hello with {kind}")
             self._greeted = True
             self._send_snapshot()
-            period_s = fields["heartbeat_ms"] / 1e3
-            jobs = [
-                asyncio.create_task(job)
-                for job in (
-                    self._receive(connection),
-                    self._send(connection),
-                    self._heartbeats(period_s),
-                    self._leave(),
-                )
-            ]
+            beats = self._heartbeats(fields["heartbeat_ms"] / 1e3)
+            work = (self._receive(connection), self._send(connection), beats, self._leave())
+            jobs = [asyncio.create_task(job) for job in work]
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
             for job in done:
                 job.result()

@@ -1,8 +1,9 @@
-// Endpoints with their own threads over loopback.
+// Endpoints with their own threads, over every link there is.
 #include "stream/endpoint.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <unistd.h>
 
 #include <chrono>
 
@@ -15,17 +16,34 @@ namespace {
 constexpr std::int64_t kSecond = 1'000'000'000;
 
 struct Pair {
+  explicit Pair(const std::string& scheme) {
+    static int count = 0;
+    const std::string path = ::testing::TempDir() + "stream-" + std::to_string(::getpid()) + "-" +
+                             std::to_string(++count) + ".sock";
+    const std::string address = scheme == "shm"   ? "shm:" + path
+                                : scheme == "tcp" ? "tcp:127.0.0.1:0"
+                                                  : "loopback:decode";
+    prefill = make(scheme, from, {});
+    decode = make(scheme, to, {address});
+  }
+  std::unique_ptr<Endpoint> make(const std::string& scheme, std::shared_ptr<pages::Pool> pool,
+                                 const std::vector<std::string>& listen) {
+    transport::TransportOptions options;
+    options.key = std::string(32, 'k');
+    auto t =
+        scheme == "loopback" ? hub->make_transport(options) : transport::make_transport(options);
+    return std::move(Endpoint::make(std::move(pool), std::move(*t), listen, {}).value());
+  }
+
   std::shared_ptr<transport::LoopbackHub> hub = transport::make_loopback_hub();
   std::shared_ptr<pages::Pool> from = testing::make_pool(testing::small_spec());
   std::shared_ptr<pages::Pool> to = testing::make_pool(testing::small_spec());
-  std::unique_ptr<Endpoint> prefill = make(from, "p"), decode = make(to, "d");
-
-  std::unique_ptr<Endpoint> make(std::shared_ptr<pages::Pool> pool, const std::string& name) {
-    auto t = hub->make_transport();
-    return std::move(
-        Endpoint::make(std::move(pool), std::move(*t), {"loopback:" + name}, {}).value());
-  }
+  std::unique_ptr<Endpoint> prefill, decode;
 };
+
+class EndpointOver : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Links, EndpointOver, ::testing::Values("loopback", "shm", "tcp"),
+                         [](const auto& info) { return std::string(info.param); });
 
 std::vector<StreamEvent> wait_events(Endpoint& ep, std::size_t n) {
   std::vector<StreamEvent> out;
@@ -37,8 +55,8 @@ std::vector<StreamEvent> wait_events(Endpoint& ep, std::size_t n) {
   return out;
 }
 
-TEST(Endpoint, HandsOverWhileAnotherThreadComputes) {
-  Pair p;
+TEST_P(EndpointOver, HandsOverWhileAnotherThreadComputes) {
+  Pair p(GetParam());
   std::mt19937_64 rng(1);
   for (int round = 0; round < 20; ++round) {
     const RequestId id = testing::make_id(rng);
@@ -69,8 +87,8 @@ TEST(Endpoint, HandsOverWhileAnotherThreadComputes) {
   EXPECT_EQ(p.decode->stats()->completed, 20);
 }
 
-TEST(Endpoint, PublishingIsCheapForTheComputeThread) {
-  Pair p;
+TEST_P(EndpointOver, PublishingIsCheapForTheComputeThread) {
+  Pair p(GetParam());
   std::mt19937_64 rng(1);
   const auto from = *p.from->alloc(30);
   const auto to = *p.to->alloc(30);
@@ -88,8 +106,8 @@ TEST(Endpoint, PublishingIsCheapForTheComputeThread) {
   EXPECT_LT(us, 100.0);  // some us; the rest is room for a loaded machine
 }
 
-TEST(Endpoint, ClosedEndpointsRefuseAndPortsStaySafe) {
-  Pair p;
+TEST_P(EndpointOver, ClosedEndpointsRefuseAndPortsStaySafe) {
+  Pair p(GetParam());
   std::mt19937_64 rng(1);
   const auto from = *p.from->alloc(2);
   const auto to = *p.to->alloc(2);
@@ -113,8 +131,8 @@ TEST(Endpoint, ClosedEndpointsRefuseAndPortsStaySafe) {
   EXPECT_FALSE(p.decode->release(id).ok());
 }
 
-TEST(Endpoint, CancelFromAnyThreadAtAnyMoment) {
-  Pair p;
+TEST_P(EndpointOver, CancelFromAnyThreadAtAnyMoment) {
+  Pair p(GetParam());
   std::mt19937_64 rng(2);
   for (int round = 0; round < 60; ++round) {
     const RequestId id = testing::make_id(rng);

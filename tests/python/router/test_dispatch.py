@@ -384,9 +384,10 @@ def test_load_beats_a_small_match() -> None:
 
 
 def test_uncached_leaves_at_least_one_token() -> None:
-    assert uncached(128, 2) == 64
-    assert uncached(129, 2) == 1
-    assert uncached(10, 0) == 10
+    assert uncached(128, 2, 64) == 64
+    assert uncached(129, 2, 64) == 1
+    assert uncached(129, 8, 16) == 1
+    assert uncached(10, 0, 64) == 10
 
 
 def test_prefix_gap_asks_for_a_snapshot() -> None:
