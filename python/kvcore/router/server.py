@@ -1,4 +1,4 @@
-"""The router's shell: worker connections, clients' streams and the clock around the dispatcher."""
+"""The router's shell: worker connections and the clock around the dispatcher."""
 
 from __future__ import annotations
 
@@ -7,40 +7,16 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvcore import wire
 from kvcore.errors import Corrupt, KvcoreError, PeerDead
 from kvcore.router.dispatch import Dispatcher
-from kvcore.router.state import Action, Ask, Deliver, Done, Failure, Output, Worker
+from kvcore.router.state import Action, Deliver, Output, Worker
 
 log = logging.getLogger("kvcore.router")
 _TICK_S = 0.05
 _HELLO_S = 5.0
-
-
-class ClientStream:
-    """The outputs of one request, in order; belongs to one client task."""
-
-    def __init__(self, router: Router, request_id: bytes) -> None:
-        self._router, self._request_id = router, request_id
-        self._outputs: asyncio.Queue[Output] = asyncio.Queue()
-
-    async def next(self) -> Output:
-        """The next output; after Done or Failure there is none."""
-        return await self._outputs.get()
-
-    def put(self, output: Output) -> None:
-        """For the router."""
-        self._outputs.put_nowait(output)
-
-    def finish(self) -> None:
-        """The answer is complete for the client (a stop string): Done follows."""
-        self._router.finish(self._request_id)
-
-    def cancel(self) -> None:
-        """The client is gone. Harmless when the request is over."""
-        self._router.cancel(self._request_id)
 
 
 class Router:
@@ -57,13 +33,13 @@ class Router:
         self, dispatcher: Dispatcher, address: str, key: bytes, heartbeat_ms: int = 500
     ) -> None:
         self.dispatcher = dispatcher
+        self.deliver: Callable[[bytes, Output], None] = lambda request_id, output: None
+        """Takes the outputs for clients."""
         self._wanted, self._key, self._heartbeat_ms = address, key, heartbeat_ms
         self._router_id = secrets.token_bytes(16)
         self._connections: dict[bytes, wire.Connection] = {}
-        self._streams: dict[bytes, ClientStream] = {}
         self._server: wire.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
 
     async def start(self) -> None:
         """Listen. Raises InvalidArgument when the address cannot be used."""
@@ -76,60 +52,17 @@ class Router:
         return self._server.address if self._server else self._wanted
 
     async def close(self) -> None:
-        """End every connection; requests in flight fail."""
+        """End every connection."""
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
-        for stream in self._streams.values():
-            stream.put(Failure("worker_lost", "the server is shutting down"))
-        self._streams.clear()
         if self._server is not None:
             await self._server.close()
 
-    # For the HTTP front.
-
-    def submit(self, ask: Ask) -> ClientStream:
-        """Start a request."""
-        stream = ClientStream(self, ask.request_id)
-        self._streams[ask.request_id] = stream
-        self._act(self.dispatcher.submit(ask, self.now()))
-        return stream
-
-    def finish(self, request_id: bytes) -> None:
-        """End a request as stopped."""
-        self._act(self.dispatcher.finish(request_id, self.now()))
-
-    def cancel(self, request_id: bytes) -> None:
-        """Forget a request and stop its workers."""
-        self._streams.pop(request_id, None)
-        self._act(self.dispatcher.cancel(request_id, self.now()))
-
-    def ready(self) -> bool:
-        """Whether a request could be served now."""
-        return self.dispatcher.ready()
-
-    def roles(self) -> dict[str, int]:
-        """Live workers by role."""
-        found = {"prefill": 0, "decode": 0, "mono": 0}
-        for worker in self.dispatcher.workers.values():
-            found[worker.role] += 1
-        return found
-
-    def max_context(self) -> int | None:
-        """The smallest context of the live workers, tokens."""
-        limits = [w.max_context for w in self.dispatcher.workers.values() if w.max_context]
-        return min(limits, default=None)
-
     def now(self) -> float:
-        """The router's clock, seconds."""
+        """The clock, seconds."""
         return time.monotonic()
-
-    async def wait_changed(self, timeout_s: float) -> None:
-        """Until a worker came or went, or the time is over."""
-        self._changed.clear()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     # The control socket.
 
@@ -155,8 +88,7 @@ class Router:
         connection.send_nowait("hello_ack", ack)
         self._connections[worker_id] = connection
         log.info("%s joined (pid %d, %d frames)", worker.name, worker.pid, worker.num_frames)
-        self._act(self.dispatcher.worker_up(worker, self.now()))
-        self._changed.set()
+        self.act(self.dispatcher.worker_up(worker, self.now()))
         reason = "its connection handler ended"
         try:
             reason = await self._listen(worker_id, connection)
@@ -175,14 +107,13 @@ class Router:
                 return f"it sent a bad frame: {error}"
             if self._connections.get(worker_id) is not connection:
                 return "replaced"
-            self._act(self.dispatcher.message(worker_id, kind, fields, self.now()))
+            self.act(self.dispatcher.message(worker_id, kind, fields, self.now()))
 
     def _lost(self, worker: Worker, reason: str) -> None:
         connection = self._connections.pop(worker.worker_id)
         level = logging.INFO if connection.closed_in_order else logging.WARNING
         log.log(level, "%s (pid %d) is gone: %s", worker.name, worker.pid, reason)
-        self._act(self.dispatcher.worker_down(worker.worker_id, reason, self.now()))
-        self._changed.set()
+        self.act(self.dispatcher.worker_down(worker.worker_id, reason, self.now()))
         connection.abort()
 
     async def _tick(self) -> None:
@@ -195,17 +126,13 @@ class Router:
             last = now
             for worker in self.dispatcher.silent(now):
                 self._lost(worker, "no heartbeat")
-            self._act(self.dispatcher.tick(now))
+            self.act(self.dispatcher.tick(now))
 
-    def _act(self, actions: Iterable[Action]) -> None:
+    def act(self, actions: Iterable[Action]) -> None:
+        """Carry out what the dispatcher decided."""
         for action in actions:
             if isinstance(action, Deliver):
-                over = isinstance(action.output, (Done, Failure))
-                streams = self._streams
-                get = streams.pop if over else streams.get
-                stream = get(action.request_id, None)
-                if stream is not None:
-                    stream.put(action.output)
+                self.deliver(action.request_id, action.output)
                 continue
             connection = self._connections.get(action.worker_id)
             if connection is None:

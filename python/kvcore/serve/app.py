@@ -104,7 +104,7 @@ class Front:
                 self._metrics.errors.labels(error.code or error.kind).inc()
                 response = TooLarge(error) if error.status == 413 else error.response()
             except ClientDisconnect:
-                response = Response(status_code=400)
+                response = Response(status_code=499)
             if not isinstance(response, Answer):  # an answer's status shows later
                 self._metrics.requests.labels(path, str(response.status_code)).inc()
             return response

@@ -23,6 +23,7 @@ from kvcore.prefix import ClusterIndex
 from kvcore.router.dispatch import Dispatcher
 from kvcore.router.server import Router
 from kvcore.serve.app import Front
+from kvcore.serve.backend import RouterBackend
 from kvcore.serve.keys import keys_under
 from kvcore.serve.launcher import Launcher, ProcessSpec, WorkerFailed, worker_specs
 from kvcore.serve.metrics import Metrics, Snapshot
@@ -112,6 +113,7 @@ class Deployment:
         self.runtime_dir = Path()
         self.key_file = Path()
         self.router: Router
+        self.backend: RouterBackend
         self.launcher: Launcher
 
     async def __aenter__(self) -> Deployment:
@@ -139,10 +141,12 @@ class Deployment:
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="kvcore-"))
         stack.callback(shutil.rmtree, self.runtime_dir, ignore_errors=True)
         self.router = self._make_router()
+        self.backend = RouterBackend(self.router)
         stack.push_async_callback(self.router.close)
+        stack.callback(self.backend.close)
         await self.router.start()
         metrics = Metrics(self._snapshot)
-        app = Front(self.router, self._codec, config.http, self._names, metrics, api_key).app()
+        app = Front(self.backend, self._codec, config.http, self._names, metrics, api_key).app()
         await self._serve_http(app, sock)
         host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
         self.url = f"http://{host}:{sock.getsockname()[1]}"
@@ -208,8 +212,8 @@ class Deployment:
 
     async def wait_ready(self, count: int) -> None:
         """Until ``count`` workers have joined. Raises WorkerFailed."""
-        while sum(self.router.roles().values()) < count:
-            await self.router.wait_changed(0.2)
+        while len(self.router.dispatcher.workers) < count:
+            await asyncio.sleep(0.02)
             self.check()
 
     def check(self) -> None:

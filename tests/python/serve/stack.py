@@ -52,7 +52,7 @@ class Stack:
         return int(self.call(self.deployment.launcher.pids)[name])
 
     def roles(self) -> dict[str, int]:
-        return dict(self.call(self.deployment.router.roles))
+        return dict(self.call(self.deployment.backend.roles))
 
 
 @contextlib.contextmanager
