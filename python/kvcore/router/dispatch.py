@@ -331,6 +331,7 @@ class Dispatcher:
             if isinstance(choice, tuple):
                 self._waiting.popleft()
                 units = matched.get(choice[0].worker_id, 0)
+                self.counters["prefix_hits"] += units > 0
                 unit = geometry(choice[0].page_spec).page_size
                 self._launch(flight, *choice, uncached(length, units, unit))
             elif choice.reason == "too_long":

@@ -131,6 +131,9 @@ def test_the_second_time_it_is_cached(pair: Serve) -> None:
     assert 0 < facts[1]["kv_bytes"][0] < facts[0]["kv_bytes"][0]
     assert second.choices[0].text == first.choices[0].text
     assert pair.stats("computed_prompt_tokens")["decode"] == 0
+    metrics = httpx.get(pair.url + "/metrics").text
+    hits = re.search(r'kvcore_router_events\{event="prefix_hits"\} (\S+)', metrics)
+    assert hits and float(hits[1]) >= 1, "router and workers name pages by the same keys"
 
 
 def test_chat_streams(pair: Serve) -> None:
