@@ -137,6 +137,7 @@ class Router:
         patience_s = _PATIENCE * self.dispatcher.heartbeat_timeout_s
         if not local or now - worker.last_seen > patience_s:
             return False
+        log.debug("%s is silent for %.1f s", worker.name, now - worker.last_seen)
         try:
             with open(f"/proc/{worker.pid}/stat", encoding="ascii", errors="replace") as file:
                 return file.read().rpartition(")")[2].split()[0] not in "TtZX"
