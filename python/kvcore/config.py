@@ -66,7 +66,9 @@ class RouterConfig:
     )
     key_file: str = _opt("", "pre-shared key of the control socket (default: a fresh one)")
     heartbeat_ms: int = _opt(500, "how often workers report, milliseconds", low=20, high=10000)
-    heartbeat_timeout_s: float = _opt(2.0, "silence after which a worker is dead", low=0.1)
+    heartbeat_timeout_s: float = _opt(
+        2.0, "silence after which a worker is dead (a local one that runs: 5 times)", low=0.1
+    )
     max_attempts: int = _opt(3, "times one request is dispatched", low=1, high=10)
     rejoin_wait_s: float = _opt(1.0, "wait for a lost worker to be replaced", low=0, high=60)
 

@@ -77,7 +77,7 @@ class Dispatcher:
         self._index, self._keys_of, self._new_id = index, keys_of, new_id
         self._max_queue, self._max_wait_s = max_queue, max_wait_s
         self._max_attempts, self._rejoin_wait_s = max_attempts, rejoin_wait_s
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self.heartbeat_timeout_s = heartbeat_timeout_s
         self._flights: dict[bytes, Flight] = {}
         self._attempts: dict[bytes, Flight] = {}
         self._waiting: collections.deque[Flight] = collections.deque()
@@ -170,7 +170,7 @@ class Dispatcher:
 
     def silent(self, now: float) -> list[Worker]:
         """Workers whose heartbeats stopped; the caller closes their connections."""
-        limit = now - self._heartbeat_timeout_s
+        limit = now - self.heartbeat_timeout_s
         return [w for w in self.workers.values() if w.last_seen < limit]
 
     def tick(self, now: float) -> list[Action]:

@@ -17,6 +17,7 @@ from kvcore.router.state import Action, Deliver, Output, Worker
 log = logging.getLogger("kvcore.router")
 _TICK_S = 0.05
 _HELLO_S = 5.0
+_PATIENCE = 5  # heartbeat timeouts until a local process that runs is given up too
 
 
 class Router:
@@ -125,8 +126,23 @@ class Router:
                 self.dispatcher.stalled(now - last)
             last = now
             for worker in self.dispatcher.silent(now):
-                self._lost(worker, "no heartbeat")
+                if not self._is_slow(worker, now):
+                    self._lost(worker, "no heartbeat")
             self.act(self.dispatcher.tick(now))
+
+    def _is_slow(self, worker: Worker, now: float) -> bool:
+        """Whether a silent worker may only lack CPU time: a process of this machine that is not
+        stopped. Were it dead, its connection would have told; it gets more patience."""
+        local = self._connections[worker.worker_id].address.startswith("unix")
+        patience_s = _PATIENCE * self.dispatcher.heartbeat_timeout_s
+        if not local or now - worker.last_seen > patience_s:
+            return False
+        log.debug("%s is silent for %.1f s", worker.name, now - worker.last_seen)
+        try:
+            with open(f"/proc/{worker.pid}/stat", encoding="ascii", errors="replace") as file:
+                return file.read().rpartition(")")[2].split()[0] not in "TtZX"
+        except OSError:
+            return False
 
     def act(self, actions: Iterable[Action]) -> None:
         """Carry out what the dispatcher decided."""

@@ -72,6 +72,8 @@ class FakeWorker:
 
     async def heartbeats(self, period: float) -> None:
         while True:
+            if self.o.mute_s:
+                await asyncio.sleep(self.o.mute_s)
             fields = {"running": len(self.jobs), "free_frames": 90, "num_frames": 100}
             fields |= {"stats_names": ["made"], "stats_values": [float(self.made)]}
             await self.conn.send("heartbeat", fields)
@@ -154,6 +156,7 @@ def main() -> None:
     parser.add_argument("--page-spec", default="spec")
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--prefill-s", type=float, default=0.0)
+    parser.add_argument("--mute-s", type=float, default=0.0)
     parser.add_argument("--die-after", type=int, default=0)
     parser.add_argument("--fail", default="")
     parser.add_argument("--retryable", type=int, default=1)

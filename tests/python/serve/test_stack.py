@@ -174,6 +174,16 @@ def test_a_stopped_worker_is_noticed_by_its_silence(tmp_path: Path) -> None:
         s.wait(lambda: s.roles()["decode"] == 1)
 
 
+@pytest.mark.parametrize(("mute_s", "kept"), [("1.0", True), ("3.0", False)])
+def test_a_silent_worker_that_runs_gets_patience(tmp_path: Path, mute_s: str, kept: bool) -> None:
+    """Without CPU time for a while is not dead; silent for five timeouts is."""
+    config = {"router": {"heartbeat_timeout_s": 0.3, "heartbeat_ms": 50}}
+    with stack(tmp_path, ("mono", ["--mute-s", mute_s]), config=config) as s:
+        time.sleep(2.0)
+        lost = s.call(lambda: s.deployment.router.dispatcher.counters["workers_lost"])
+        assert (lost == 0) == kept
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_told_to_both_workers(tmp_path: Path, stream: bool) -> None:
     slow = [("prefill", ["--prefill-s", "5"]), ("decode", [])]
