@@ -1,6 +1,5 @@
-"""Shared by all Python tests: marks, hypothesis profiles, one test per ISA level.
+"""Shared by all Python tests: hypothesis profiles, one test per ISA level.
 
-Tests marked ``nightly`` run only when ``-m`` names them, as in ``-m "nightly or not nightly"``.
 A test that takes ``isa`` runs once per level this machine has, with that level forced.
 """
 
@@ -21,24 +20,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=300, print_blob=True)
 
 
-def _is_nightly(config: pytest.Config) -> bool:
-    return "nightly" in str(config.getoption("markexpr"))
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", 'nightly: too long for every run; -m "nightly or not nightly"'
-    )
-    hypothesis.settings.load_profile("nightly" if _is_nightly(config) else "check")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if _is_nightly(config):
-        return
-    skip = pytest.mark.skip(reason='nightly only: -m "nightly or not nightly"')
-    for item in items:
-        if "nightly" in item.keywords:
-            item.add_marker(skip)
+    """More examples where nightly tests run too (pyproject.toml leaves those out by default)."""
+    expression = str(config.getoption("markexpr"))
+    nightly = "nightly" in expression and expression.strip() != "not nightly"
+    hypothesis.settings.load_profile("nightly" if nightly else "check")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

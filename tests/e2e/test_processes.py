@@ -17,8 +17,9 @@ import pytest
 from kvcore.config import deployment_secret, make_key_file
 from kvcore.prefix import ClusterIndex
 from kvcore.router.dispatch import Dispatcher
-from kvcore.router.server import ClientStream, Router
+from kvcore.router.server import Router
 from kvcore.router.state import Ask, Done, Failure
+from kvcore.serve.backend import ClientStream, RouterBackend
 from kvcore.serve.keys import keys_under
 from pair import make_mono, prompt, request, run_mono
 
@@ -30,6 +31,7 @@ class Fleet:
 
     def __init__(self, folder: Path, model: Path, router: Router, options: list[str]) -> None:
         self.folder, self.model, self.router, self.options = folder, model, router, options
+        self.backend = RouterBackend(router)
         self.processes: list[asyncio.subprocess.Process] = []
 
     async def start(self, *roles: str) -> list[asyncio.subprocess.Process]:
@@ -62,7 +64,7 @@ class Fleet:
     def submit(self, tokens: list[int], count: int, **options: Any) -> ClientStream:
         options = {"temperature": 0.0, "ignore_eos": True} | options
         ask = Ask(secrets.token_bytes(16), tuple(tokens), count, **options)
-        return self.router.submit(ask)
+        return self.backend.submit(ask)
 
     async def answer(self, stream: ClientStream) -> tuple[list[int], Done]:
         tokens: list[int] = []
