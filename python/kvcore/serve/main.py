@@ -93,5 +93,6 @@ def progress(text: str) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):  # who read it may be gone; serving goes on
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
