@@ -92,7 +92,10 @@ class Grant:
 
 
 class Region:
-    """Registered memory. ``data`` is a writable memoryview of bytes (None for bare addresses)."""
+    """Registered memory. ``data`` is a writable memoryview of bytes (None for bare addresses).
+
+    The transport keeps the memory until :meth:`unregister`, even when the Region is dropped.
+    """
 
     def __init__(
         self, transport: Transport, address: int, nbytes: int, fd: int, data: Any, owner: Any
@@ -102,6 +105,7 @@ class Region:
         self.nbytes = nbytes
         self.data = data
         self.id: int = transport._core.register_region(address, nbytes, fd)
+        transport._memory[self.id] = owner
 
     def grant(
         self,
@@ -125,6 +129,7 @@ class Region:
     def unregister(self) -> None:
         """Revoke its grants and forget it. Raises: InvalidArgument while operations use it."""
         self._transport._core.unregister_region(self.id)
+        self._transport._memory.pop(self.id, None)
         self._owner = self.data = None
 
 
@@ -304,6 +309,8 @@ class Transport:
         self._core = _core.transport.Transport(
             key, identity, handshake_s, keepalive_s, pacing_bytes_per_s
         )
+        # Peers reach registered memory whether or not its Region is still referenced here.
+        self._memory: dict[int, Any] = {}
         self._lock = threading.RLock()
         self._links: dict[int, Link] = {}
         self._accepted: deque[Link] = deque()
@@ -446,6 +453,7 @@ class Transport:
     def close(self) -> None:
         """Close every link and listener and end the background thread. Idempotent."""
         self._core.close()
+        self._memory.clear()
         self._pump()
         for loop in self._loops:
             if not loop.is_closed():

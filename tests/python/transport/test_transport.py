@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pathlib
 import signal
@@ -175,6 +176,18 @@ def test_asyncio(pair: Pair) -> None:
 
     asyncio.run(main())
     asyncio.run(main())  # a second loop
+
+
+def test_memory_outlives_its_dropped_region(pair: Pair) -> None:
+    owner, peer, _, to_owner = pair
+    token = owner.allocate(SIZE).grant(rights="rw").token
+    gc.collect()
+    source = peer.allocate(SIZE)
+    source.data[:100] = b"x" * 100
+    assert to_owner.write(source, [(0, 0, 100)], token).wait(10) == 100
+    source.data[:100] = bytes(100)
+    assert to_owner.read(source, [(0, 0, 100)], token).wait(10) == 100
+    assert source.data[:100] == b"x" * 100
 
 
 def test_many_threads_wait_at_once(pair: Pair) -> None:
