@@ -8,7 +8,7 @@ also has a ``*_ptr`` form that takes addresses and strides in elements: the fast
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -320,44 +320,31 @@ def pack_slice(pool: Pool, page: int, layer: int, k: Any, v: Any, first: int = 0
     Args:
         k, v: [count, num_kv_heads, head_dim], same dtype; ``first + count <= page_size``.
     """
-    s = pool.spec
-    count = int(k.shape[0])
-    kt = _rows("k", k, (count, s.num_kv_heads, s.head_dim_k))
-    vt = _rows("v", v, (count, s.num_kv_heads, s.head_dim_v))
-    code = _same_dtype("k", kt, "v", vt)
-    _core.kernels.pack_slice_ptr(
-        pool.view_address,
-        page,
-        layer,
-        first,
-        count,
-        kt.ptr,
-        kt.strides[0],
-        vt.ptr,
-        vt.strides[0],
-        code,
-    )
+    _move_rows(_core.kernels.pack_slice_ptr, pool, page, layer, k, v, first, write=False)
 
 
 def unpack_slice(pool: Pool, page: int, layer: int, k: Any, v: Any, first: int = 0) -> None:
     """Read slots ``first`` to ``first + count`` of one page of one layer into k and v (written)."""
+    _move_rows(_core.kernels.unpack_slice_ptr, pool, page, layer, k, v, first, write=True)
+
+
+def _move_rows(
+    move: Callable[..., None],
+    pool: Pool,
+    page: int,
+    layer: int,
+    k: Any,
+    v: Any,
+    first: int,
+    write: bool,
+) -> None:
     s = pool.spec
     count = int(k.shape[0])
-    kt = _rows("k", k, (count, s.num_kv_heads, s.head_dim_k), write=True)
-    vt = _rows("v", v, (count, s.num_kv_heads, s.head_dim_v), write=True)
+    kt = _rows("k", k, (count, s.num_kv_heads, s.head_dim_k), write=write)
+    vt = _rows("v", v, (count, s.num_kv_heads, s.head_dim_v), write=write)
     code = _same_dtype("k", kt, "v", vt)
-    _core.kernels.unpack_slice_ptr(
-        pool.view_address,
-        page,
-        layer,
-        first,
-        count,
-        kt.ptr,
-        kt.strides[0],
-        vt.ptr,
-        vt.strides[0],
-        code,
-    )
+    places = (kt.ptr, kt.strides[0], vt.ptr, vt.strides[0])
+    move(pool.view_address, page, layer, first, count, *places, code)
 
 
 def copy_pages(pool: Pool, from_pages: Sequence[int], to_pages: Sequence[int]) -> None:

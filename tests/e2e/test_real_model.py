@@ -36,6 +36,7 @@ def check(loaded: Any, folder: Path, sizes: list[int], count: int, link: str) ->
             asked = [request(tokens, count) for tokens in prompts[first : first + 8]]
             want = [answer.tokens for answer in run_mono(mono, *asked)]
             answers = pair.run(*asked)
+            assert not any(answer.failed for answer in answers), [a.failed for a in answers]
             assert [answer.tokens for answer in answers] == want
             for each, answer in zip(asked, answers, strict=True):
                 pages = -(-each.tokens.size // 64)

@@ -64,22 +64,38 @@ void clear_segment(const AttendUnit& u, std::int64_t rows) {
   }
 }
 
-// Normalises the segment's rows into out[rows][Dv] and lse[rows]; rows that saw nothing: 0, -inf.
+// A row of the finished segment: what its sums come to. A row that saw nothing: 0, -inf.
+struct RowState {
+  float factor;  // makes o_segment the normalised output
+  float lse;
+};
+
+inline RowState row_state(const Scratch& s, std::int64_t r) {
+  const float l = hsum(load(s.l + r * kMaxLanes));
+  if (l == 0.f) return {0.f, -__builtin_inff()};
+  return {1.f / l, s.m[r] * kLn2 + __builtin_logf(l)};
+}
+
+// The segment's rows, normalised, to out[rows][Dv] and lse[rows].
 void finish_segment(const AttendUnit& u, std::int64_t rows, float* out, float* lse) {
   const std::int32_t dv = u.pages->head_dim_v;
-  const Scratch& s = *u.scratch;
   for (std::int64_t r = 0; r < rows; ++r) {
-    const float l = hsum(load(s.l + r * kMaxLanes));
-    const F factor = set1(l == 0.f ? 0.f : 1.f / l);
-    lse[r] = l == 0.f ? -__builtin_inff() : s.m[r] * kLn2 + __builtin_logf(l);
-    for (std::int32_t d = 0; d < dv; d += kW)
-      store(out + r * dv + d, mul(load(s.o_segment + r * dv + d), factor));
+    const RowState state = row_state(*u.scratch, r);
+    lse[r] = state.lse;
+    scale_row(out + r * dv, u.scratch->o_segment + r * dv, state.factor, dv);
   }
 }
 
-void fold(const AttendUnit& u, std::int64_t rows, const float* out, const float* lse) {
+// The same, merged into the total at once.
+void fold_segment(const AttendUnit& u, std::int64_t rows) {
+  const std::int32_t dv = u.pages->head_dim_v;
   const Scratch& s = *u.scratch;
-  merge_rows({s.o_total, s.lse_total, out, lse, s.o_total, s.lse_total, rows, u.pages->head_dim_v});
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const RowState state = row_state(s, r);
+    float* total = s.o_total + r * dv;
+    merge_row(total, s.lse_total[r], s.o_segment + r * dv, state.factor, state.lse, total,
+              s.lse_total + r, dv);
+  }
 }
 
 void clear_total(const AttendUnit& u, std::int64_t rows) {
@@ -99,12 +115,36 @@ void write_out(const AttendUnit& u) {
   });
 }
 
+// All steps of tokens [begin, end), in the order of the bytes: page after page, KV heads inside. The
+// stream leaves nothing else in L1, so the next step's addresses are looked up while this one reads:
+// looked up when needed, they would hold back the reads behind them.
+void run_steps(const AttendUnit& u, std::int64_t begin, std::int64_t end, Group& g) {
+  const std::int64_t run = u.pages->page_size > kStepTokens ? u.pages->page_size : kStepTokens;
+  Step steps[2];
+  std::int64_t first = begin, t = begin;
+  std::int32_t h = u.h0;
+  locate(u, h, t, steps[0]);
+  for (int i = 0; first < end; ++i) {
+    t += kStepTokens;
+    if (t >= at_most(end, first + run)) {
+      t = first;
+      if (++h == u.h1) {
+        h = u.h0;
+        t = first += run;
+      }
+    }
+    if (first < end) locate(u, h, t, steps[(i + 1) % 2]);
+#ifdef XN
+    if (first < end && (XALL || h == u.h0)) for (int q = 0; q < XN; ++q) __builtin_prefetch(steps[(i + 1) % 2].pieces[0].k + 64 * q, 0, XH);
+#endif
+    run_step(u, steps[i % 2], g);
+  }
+}
+
 void attend_unit(const AttendUnit& u) {
   const std::int64_t rows = rows_of(u);
   const std::int64_t visible = u.first_visible + u.t1 - 1;
   const bool partial = u.partial_out != nullptr;
-  // Page after page, KV heads inside: the order of the bytes.
-  const std::int64_t run = u.pages->page_size > kStepTokens ? u.pages->page_size : kStepTokens;
   Group g{};
   for (float& one : g.ones) one = 1.f;
   load_queries(u);
@@ -113,15 +153,12 @@ void attend_unit(const AttendUnit& u) {
     const std::int64_t begin = segment * kSegmentTokens;
     const std::int64_t end = at_most(visible, begin + kSegmentTokens);
     clear_segment(u, rows);
-    for (std::int64_t start = begin; start < end; start += run)
-      for (std::int32_t h = u.h0; h < u.h1; ++h)
-        for (std::int64_t t = start; t < at_most(end, start + run); t += kStepTokens)
-          run_step(u, h, t, g);
+    if (begin < end) run_steps(u, begin, end, g);
     const std::int64_t at = (segment - u.segment0) * rows;
-    float* out = partial ? u.partial_out + at * u.pages->head_dim_v : u.scratch->o_segment;
-    float* lse = partial ? u.partial_lse + at : u.scratch->m;
-    finish_segment(u, rows, out, lse);
-    if (!partial) fold(u, rows, out, lse);
+    if (partial)
+      finish_segment(u, rows, u.partial_out + at * u.pages->head_dim_v, u.partial_lse + at);
+    else
+      fold_segment(u, rows);
   }
   if (!partial) write_out(u);
 }
@@ -129,9 +166,11 @@ void attend_unit(const AttendUnit& u) {
 // Folds the partials of [segment0, segment1), left in order, and writes out.
 void fold_unit(const AttendUnit& u) {
   const std::int64_t rows = rows_of(u);
+  const Scratch& s = *u.scratch;
   clear_total(u, rows);
   for (std::int64_t at = 0; at < (u.segment1 - u.segment0) * rows; at += rows)
-    fold(u, rows, u.partial_out + at * u.pages->head_dim_v, u.partial_lse + at);
+    merge_rows({s.o_total, s.lse_total, u.partial_out + at * u.pages->head_dim_v,
+                u.partial_lse + at, s.o_total, s.lse_total, rows, u.pages->head_dim_v});
   write_out(u);
 }
 

@@ -22,8 +22,11 @@ struct Piece {  // consecutive tokens of one page inside one step, for one KV he
 
 struct Step {
   Piece pieces[kMaxPieces];
+  std::int32_t head;
+  std::int64_t start;  // absolute token
   int num_pieces;
   bool p_pairs, p_floats;  // forms of p the pieces' V formats ask for
+  bool packed;             // the pieces lie as the tiles read them
 };
 
 inline std::int64_t bytes_of(Format f) { return f == Format::kF32 ? 4 : 2; }
@@ -50,13 +53,15 @@ inline void reach(const AttendUnit& u, std::int64_t in_page, Piece& p) {
   }
 }
 
-// The pieces of the step that starts at absolute token `start`, of which `tokens` are in use.
-void find_pieces(const AttendUnit& u, std::int32_t h, std::int64_t start, std::int64_t tokens,
-                 Step& step) {
+// Finds the pieces of the step of KV head h that starts at absolute token `start`.
+inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step& step) {
   const PagesView& pv = *u.pages;
   const std::int64_t page = pv.page_size;
+  step.head = h;
+  step.start = start;
   step.num_pieces = 0;
-  step.p_pairs = step.p_floats = false;
+  step.p_pairs = step.p_floats = step.packed = false;
+  const std::int64_t tokens = at_most(u.first_visible + u.t1 - 1 - start, kStepTokens);
   for (std::int64_t i = 0; i < tokens;) {
     const std::int64_t in_page = (start + i) % page;
     const PageRecord& record = pv.records[u.block_row[(start + i) / page]];
@@ -73,23 +78,30 @@ void find_pieces(const AttendUnit& u, std::int32_t h, std::int64_t start, std::i
     p.k = slice + head.k_offset_bytes;
     p.v = slice + head.v_offset_bytes;
     p.k_ahead = p.v_ahead = 0;
+    p.v_tokens = page;
+    p.v_first = in_page;
     if (cls.layout == LayoutId::kPacked) {
+      step.packed = true;
       reach(u, in_page, p);
       p.k += in_page * pv.head_dim_k * bytes_of(p.k_format);
-      p.v_tokens = page;
-      p.v_first = in_page;
-    } else {
-      char* k_out = u.scratch->packed + i * (pv.head_dim_k + pv.head_dim_v) * 4;
-      char* v_out = k_out + std::int64_t{p.count} * pv.head_dim_k * 4;
-      u.pack(p.k, p.v, in_page, p.count, pv.head_dim_k, pv.head_dim_v, p.k_format, p.v_format,
-             k_out, v_out);
-      p.k = k_out;
-      p.v = v_out;
-      p.v_tokens = p.count;
-      p.v_first = 0;
     }
     (takes_pairs(p.v_format) ? step.p_pairs : step.p_floats) = true;
     i += p.count;
+  }
+}
+
+// Packs the pieces of pages kept in canonical layout into work memory.
+void pack_pieces(const AttendUnit& u, Step& step) {
+  const std::int32_t dk = u.pages->head_dim_k, dv = u.pages->head_dim_v;
+  for (int i = 0; i < step.num_pieces; ++i) {
+    Piece& p = step.pieces[i];
+    char* k_out = u.scratch->packed + std::int64_t{p.first} * (dk + dv) * 4;
+    char* v_out = k_out + std::int64_t{p.count} * dk * 4;
+    u.pack(p.k, p.v, p.v_first, p.count, dk, dv, p.k_format, p.v_format, k_out, v_out);
+    p.k = k_out;
+    p.v = v_out;
+    p.v_tokens = p.count;
+    p.v_first = 0;
   }
 }
 
@@ -100,13 +112,13 @@ struct Group {
   alignas(64) std::uint32_t p_pairs[kMaxRows][kStepTokens / 2];
   alignas(64) float alpha[kMaxLanes];
   alignas(64) float ones[kMaxLanes];
-  float base[kMaxRows];
+  alignas(64) float base[kMaxLanes];
 };
 
 // scores[m][0..n) = q . k, in the pieces' own arithmetic; lanes from n on may hold anything.
 inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, int rows,
                       std::int64_t n, Group& g) {
-  const std::int32_t dk = u.pages->head_dim_k;
+  const std::int32_t dk = u.pages->head_dim_k, dv = u.pages->head_dim_v;
   for (int i = 0; i < step.num_pieces && step.pieces[i].first < n; ++i) {
     const Piece& p = step.pieces[i];
     const bool pairs = takes_pairs(p.k_format);
@@ -122,31 +134,28 @@ inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, i
     t.c_stride = kStepTokens;
     t.alpha = nullptr;
     t.ahead = p.k_ahead;
+    t.side = i == 0 ? reinterpret_cast<const char*>(u.scratch->o_segment + row * dv) : nullptr;
+    t.side_step = rows * dv * 4 / t.k;
     const int lanes16 = static_cast<int>((at_most(n - p.first, p.count) + 15) / 16);
     run_tiles(p.k_format, rows, lanes16, t);
   }
 }
 
-// First half of the online softmax of a row: the new maximum, and by how much it grew (<= 0).
+// The greatest of a row's first n scores.
 template <bool Full>
-inline void maximum_of(const AttendUnit& u, std::int64_t row, int m, std::int64_t n, Group& g) {
-  const float inf = __builtin_inff();
-  F top = set1(-inf);
-#pragma GCC unroll 4
-  for (int j = 0; j * kW < (Full ? kStepTokens : n); ++j) {
-    F x = load(&g.scores[m][j * kW]);
-    if (!Full) x = first_n(static_cast<std::int32_t>(n) - j * kW, x, set1(-inf));
+inline float maximum_of(const float* scores, std::int64_t n) {
+  const F lowest = set1(-__builtin_inff());
+  F top = lowest;
+#pragma GCC unroll 16
+  for (int j = 0; j < kStepTokens / kW; ++j) {
+    F x = load(scores + j * kW);
+    if (!Full) x = first_n(static_cast<std::int32_t>(n) - j * kW, x, lowest);
     top = vmax(top, x);
   }
-  const float step_m = hmax(top) * u.scale_log2;
-  const float old_m = u.scratch->m[row];
-  const float new_m = step_m > old_m ? step_m : old_m;
-  g.base[m] = new_m == -inf ? 0.f : new_m;
-  g.alpha[m] = old_m - g.base[m];  // exactly 0, and so a factor of 1, where the maximum stays
-  u.scratch->m[row] = new_m;
+  return hmax(top);
 }
 
-// Second half: scores -> p, and the row's sums. g.alpha holds the factors by now.
+// Scores -> p, and the row's sums. g.alpha and g.base are set by now.
 template <bool Full>
 inline void probabilities_of(const AttendUnit& u, const Step& step, std::int64_t row, int m,
                              std::int64_t n, Group& g) {
@@ -165,13 +174,54 @@ inline void probabilities_of(const AttendUnit& u, const Step& step, std::int64_t
   store(l, fma(load(l), set1(g.alpha[m]), sum));
 }
 
-template <bool Full>
+// Online softmax of M rows. Their maxima stay in registers until all are in one vector: put together
+// through memory, the vector's load would wait for the stores, and so for all reads before them.
+template <bool Full, int M>
+inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, std::int64_t n,
+                    Group& g) {
+  static_assert(M <= kW);
+  float top[M], old[M];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) top[m] = maximum_of<Full>(g.scores[m], n);
+  float* running = u.scratch->m + row;
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) old[m] = running[m];
+  const F before = lanes(old), now = vmax(mul(lanes(top), set1(u.scale_log2)), before);
+  const F base = zero_for_lowest(now);
+  store(g.base, base);
+  store(g.alpha, exp2(sub(before, base)));  // exactly 1 where the maximum stays
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) probabilities_of<Full>(u, step, row + m, m, n, g);
+  store_first<M>(running, now);
+}
+
+template <int Limit = kMaxRows>
 inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, int rows,
                     std::int64_t n, Group& g) {
-  static_assert(kMaxRows <= kW);
-  for (int m = 0; m < rows; ++m) maximum_of<Full>(u, row + m, m, n, g);
-  store(g.alpha, exp2(load(g.alpha)));
-  for (int m = 0; m < rows; ++m) probabilities_of<Full>(u, step, row + m, m, n, g);
+  const auto full_or_not = [&]<int M>() {
+    if (n == kStepTokens)
+      softmax<true, M>(u, step, row, n, g);
+    else
+      softmax<false, M>(u, step, row, n, g);
+  };
+  if constexpr (Limit == 6) {
+    switch (rows) {
+      case 3:
+        return full_or_not.template operator()<3>();
+      case 4:
+        return full_or_not.template operator()<4>();
+      case 5:
+        return full_or_not.template operator()<5>();
+      case 6:
+        return full_or_not.template operator()<6>();
+      default:
+        break;
+    }
+  }
+  if (rows == 1)
+    full_or_not.template operator()<1>();
+  else
+    full_or_not.template operator()<2>();
 }
 
 // o = alpha * o + p . V over the step's first n tokens, reading V forward.
@@ -191,6 +241,7 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
     t.c_stride = dv;
     t.alpha = i == 0 ? g.alpha : g.ones;
     t.ahead = p.v_ahead;
+    t.side = nullptr;
     for (std::int32_t d = 0; d < dv; d += static_cast<std::int32_t>(kDimBlock)) {
       const std::int64_t dims = at_most(dv - d, kDimBlock);
       t.b = p.v + (p.v_tokens * d + p.v_first * dims) * bytes_of(p.v_format);
@@ -206,28 +257,28 @@ inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, st
                      std::int64_t n, Group& g) {
   for (std::int64_t left = (count + kMaxRows - 1) / kMaxRows; left > 0; --left) {
     const int rows = static_cast<int>((count + left - 1) / left);
+    for (int m = 0; m < rows; ++m) __builtin_prefetch(u.scratch->l + (row + m) * kMaxLanes);
+    __builtin_prefetch(u.scratch->m + row);
     scores_of(u, step, row, rows, n, g);
-    if (n == kStepTokens)
-      softmax<true>(u, step, row, rows, n, g);
-    else
-      softmax<false>(u, step, row, rows, n, g);
+#ifdef XPV
+    for (int i = 0; i < XPV; ++i) __builtin_prefetch(step.pieces[0].v + 64 * i);
+#endif
+    softmax(u, step, row, rows, n, g);
     values_of(u, step, row, rows, n, g);
     row += rows;
     count -= rows;
   }
 }
 
-// One step of one KV head. Rows that see all of it go in full groups; rows of tokens inside the
-// causal edge go token by token, so that what a row cannot see is never multiplied, not even by 0.
-void run_step(const AttendUnit& u, std::int32_t h, std::int64_t start, Group& g) {
-  const std::int64_t tokens = at_most(u.first_visible + u.t1 - 1 - start, kStepTokens);
-  Step step;
-  find_pieces(u, h, start, tokens, step);
-  const std::int64_t base = (h - u.h0) * (u.t1 - u.t0) * u.group - u.t0 * u.group;
+// One located step. Rows that see all of it go in full groups; rows of tokens inside the causal edge
+// go token by token, so that what a row cannot see is never multiplied, not even by 0.
+void run_step(const AttendUnit& u, Step& step, Group& g) {
+  if (!step.packed) pack_pieces(u, step);
+  const std::int64_t base = (step.head - u.h0) * (u.t1 - u.t0) * u.group - u.t0 * u.group;
   std::int64_t t = u.t0;
-  if (u.first_visible + t <= start) t = start - u.first_visible + 1;
-  for (; t < u.t1 && u.first_visible + t - start < kStepTokens; ++t)
-    run_rows(u, step, base + t * u.group, u.group, u.first_visible + t - start, g);
+  if (u.first_visible + t <= step.start) t = step.start - u.first_visible + 1;
+  for (; t < u.t1 && u.first_visible + t - step.start < kStepTokens; ++t)
+    run_rows(u, step, base + t * u.group, u.group, u.first_visible + t - step.start, g);
   if (t < u.t1) run_rows(u, step, base + t * u.group, (u.t1 - t) * u.group, kStepTokens, g);
 }
 

@@ -19,6 +19,8 @@ struct TileArgs {
   const float* alpha;     // [M] factors of the old c; null: start from zero
   std::int64_t ahead;     // bytes from b to what will be read next, fetched alongside; 0: nothing
   int beside;             // lines of the b row that later tiles read, fetched alongside
+  const char* side;       // work memory needed after b, fetched row by row; null: nothing
+  std::int64_t side_step;  // bytes of it per b row
 };
 
 using TileFn = void (*)(const TileArgs&);
@@ -70,6 +72,13 @@ inline void fetch(const TileArgs& t, const char* b) {
     for (int i = 1; i <= t.beside; ++i) __builtin_prefetch(b + 64 * i);
 }
 
+// Between two visits to a KV head the stream has pushed its rows of work memory out of L1, and a
+// burst of misses on them makes the stream itself stall for as long as DRAM takes. Asked for one
+// line at a time while the tile before reads, they cost nothing.
+inline void fetch_side(const TileArgs& t, std::int64_t k) {
+  if (t.side != nullptr) __builtin_prefetch(t.side + k * t.side_step);
+}
+
 template <class Ops>
 constexpr std::int64_t a_bytes() {  // of the values of one b row
   if constexpr (requires { typename Ops::B; })
@@ -92,6 +101,7 @@ void tile(const TileArgs& t) {
   const char* b = t.b;
   for (std::int64_t k = 0; k < t.k; ++k, a += a_bytes<Ops>(), b += t.b_stride) {
     fetch<(16 * T * Ops::kBytes + 63) / 64>(t, b);
+    fetch_side(t, k);
     accumulate<Ops, false>(acc, a, t.a_stride, b);
   }
   if (t.half_row) accumulate<Ops, true>(acc, a, t.a_stride, b);
@@ -152,6 +162,7 @@ inline void run_tiles(Format format, int rows, int lanes16, TileArgs t) {
     t.c += 16 * n;
     lanes16 -= n;
     t.beside = 0;
+    t.side = nullptr;
   }
 }
 

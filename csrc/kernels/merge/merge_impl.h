@@ -8,17 +8,18 @@ namespace {
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
-inline void copy_row(float* out, const float* in, std::int32_t dim) {
-  for (std::int32_t d = 0; d < dim; d += kW) store(out + d, load(in + d));
+inline void scale_row(float* out, const float* in, float factor, std::int32_t dim) {
+  for (std::int32_t d = 0; d < dim; d += kW) store(out + d, mul(load(in + d), set1(factor)));
 }
 
-// (oa, la) and (ob, lb) -> (o, l). Empty is neutral bit for bit; o may be oa or ob.
-inline void merge_row(const float* oa, float la, const float* ob, float lb, float* o, float* l,
-                      std::int32_t dim) {
+// (oa, la) and (ob * scale_b, lb) -> (o, l). Empty is neutral bit for bit; o may be oa or ob.
+inline void merge_row(const float* oa, float la, const float* ob, float scale_b, float lb, float* o,
+                      float* l, std::int32_t dim) {
   const float inf = __builtin_inff();
   if (lb == -inf || la == -inf) {
     const float* from = lb == -inf ? oa : ob;
-    if (from != o) copy_row(o, from, dim);
+    const float scale = lb == -inf ? 1.f : scale_b;
+    if (from != o || scale != 1.f) scale_row(o, from, scale, dim);
     *l = lb == -inf ? la : lb;
     return;
   }
@@ -27,14 +28,14 @@ inline void merge_row(const float* oa, float la, const float* ob, float lb, floa
   const float sum = wa + wb;
   const F fa = set1(wa / sum), fb = set1(wb / sum);
   for (std::int32_t d = 0; d < dim; d += kW)
-    store(o + d, add(mul(load(oa + d), fa), mul(load(ob + d), fb)));
+    store(o + d, add(mul(load(oa + d), fa), mul(mul(load(ob + d), set1(scale_b)), fb)));
   *l = top + __builtin_logf(sum);
 }
 
 void merge_rows(const MergeRows& a) {
   for (std::int64_t r = 0; r < a.rows; ++r)
-    merge_row(a.out_a + r * a.dim, a.lse_a[r], a.out_b + r * a.dim, a.lse_b[r], a.out + r * a.dim,
-              a.lse + r, a.dim);
+    merge_row(a.out_a + r * a.dim, a.lse_a[r], a.out_b + r * a.dim, 1.f, a.lse_b[r],
+              a.out + r * a.dim, a.lse + r, a.dim);
 }
 
 }  // namespace

@@ -32,6 +32,20 @@ inline F first_n(std::int32_t n, F a, F b) {
   return _mm256_blendv_ps(b, a,
                           _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane)));
 }
+// The values of x in the first lanes, 0 behind.
+template <int M>
+inline F lanes(const float (&x)[M]) {
+  const auto at = [&](int m) { return m < M ? x[m] : 0.f; };
+  return _mm256_setr_ps(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
+}
+template <int M>
+inline void store_first(float* p, F v) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  _mm256_maskstore_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(M), lane), v);
+}
+inline F zero_for_lowest(F v) {  // -inf -> 0
+  return _mm256_andnot_ps(_mm256_cmp_ps(v, set1(-__builtin_inff()), _CMP_EQ_OQ), v);
+}
 inline float hmax(F v) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));

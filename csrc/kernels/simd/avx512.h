@@ -31,6 +31,21 @@ inline F first_n(std::int32_t n, F a, F b) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(n)), b, a);
 }
+// The values of x in the first lanes, 0 behind.
+template <int M>
+inline F lanes(const float (&x)[M]) {
+  const auto at = [&](int m) { return m < M ? x[m] : 0.f; };
+  return _mm512_zextps256_ps512(
+      _mm256_setr_ps(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)));
+}
+template <int M>
+inline void store_first(float* p, F v) {
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1 << M) - 1), v);
+}
+inline F zero_for_lowest(F v) {  // -inf -> 0
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(v, set1(-__builtin_inff()), _CMP_EQ_OQ), v,
+                              set1(0.f));
+}
 inline __m256 upper(F v) {
   return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
 }

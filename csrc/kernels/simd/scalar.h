@@ -45,6 +45,18 @@ inline F pick(I mask, F a, F b) { return bits((mask & bits(a)) | (~mask & bits(b
 // b where either is NaN, like the x86 instruction.
 inline F vmax(F a, F b) { return pick(a > b, a, b); }
 inline F first_n(std::int32_t n, F a, F b) { return pick(I{0, 1, 2, 3} < I{n, n, n, n}, a, b); }
+// The values of x in the first lanes, 0 behind.
+template <int M>
+inline F lanes(const float (&x)[M]) {
+  F v{};
+  for (int m = 0; m < M; ++m) v[m] = x[m];
+  return v;
+}
+template <int M>
+inline void store_first(float* p, F v) {
+  for (int m = 0; m < M; ++m) p[m] = v[m];
+}
+inline F zero_for_lowest(F v) { return pick(v == set1(-__builtin_inff()), F{}, v); }  // -inf -> 0
 inline float hmax(F v) {
   const float x = v[0] > v[2] ? v[0] : v[2], y = v[1] > v[3] ? v[1] : v[3];
   return x > y ? x : y;
