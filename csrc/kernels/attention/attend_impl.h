@@ -1,7 +1,7 @@
 // Paged attention of one unit (see unit.h), for every page format and any mix of decode and
 // prefill. Per segment of 1024 tokens an own online softmax in base 2 runs over steps of 64 tokens;
 // a step is one or more pages' worth of tokens, so the page size changes no bit either. Finished
-// segments are normalised and folded left in order by merge_row.
+// segments are folded left in order.
 #pragma once
 
 #include "kernels/attention/step_impl.h"
@@ -54,54 +54,29 @@ void load_queries(const AttendUnit& u) {
   });
 }
 
-void clear_segment(const AttendUnit& u, std::int64_t rows) {
-  const Scratch& s = *u.scratch;
-  const F zero = set1(0.f);
-  for (std::int64_t i = 0; i < rows * u.pages->head_dim_v; i += kW) store(s.o_segment + i, zero);
+void clear_total(const Scratch& s, std::int64_t rows, std::int32_t dim) {
+  for (std::int64_t i = 0; i < rows * dim; i += kW) store(s.out + i, set1(0.f));
+  for (std::int64_t r = 0; r < rows; ++r) s.lse[r] = -__builtin_inff();
+}
+
+void clear_segment(const Scratch& s, std::int64_t rows, std::int32_t dim) {
+  for (std::int64_t i = 0; i < rows * dim; i += kW) store(s.segment.o + i, set1(0.f));
+  for (std::int64_t i = 0; i < rows * kMaxLanes; i += kW) store(s.l_lanes + i, set1(0.f));
+  for (std::int64_t r = 0; r < rows; ++r) s.segment.m[r] = -__builtin_inff();
+}
+
+void sum_lanes(const Scratch& s, std::int64_t rows) {
+  for (std::int64_t r = 0; r < rows; ++r) s.segment.l[r] = hsum(load(s.l_lanes + r * kMaxLanes));
+}
+
+// Adds a finished segment to the total, by the arithmetic of merge_states.
+void fold(const Scratch& s, const RowSums& part, std::int64_t rows, std::int32_t dim) {
   for (std::int64_t r = 0; r < rows; ++r) {
-    s.m[r] = -__builtin_inff();
-    for (int i = 0; i < kMaxLanes; i += kW) store(s.l + r * kMaxLanes + i, zero);
+    const float l = part.l[r];
+    const float lse = l == 0.f ? -__builtin_inff() : part.m[r] * kLn2 + __builtin_logf(l);
+    float* out = s.out + r * dim;
+    merge_row(out, s.lse[r], part.o + r * dim, l == 0.f ? 0.f : 1.f / l, lse, out, s.lse + r, dim);
   }
-}
-
-// A row of the finished segment: what its sums come to. A row that saw nothing: 0, -inf.
-struct RowState {
-  float factor;  // makes o_segment the normalised output
-  float lse;
-};
-
-inline RowState row_state(const Scratch& s, std::int64_t r) {
-  const float l = hsum(load(s.l + r * kMaxLanes));
-  if (l == 0.f) return {0.f, -__builtin_inff()};
-  return {1.f / l, s.m[r] * kLn2 + __builtin_logf(l)};
-}
-
-// The segment's rows, normalised, to out[rows][Dv] and lse[rows].
-void finish_segment(const AttendUnit& u, std::int64_t rows, float* out, float* lse) {
-  const std::int32_t dv = u.pages->head_dim_v;
-  for (std::int64_t r = 0; r < rows; ++r) {
-    const RowState state = row_state(*u.scratch, r);
-    lse[r] = state.lse;
-    scale_row(out + r * dv, u.scratch->o_segment + r * dv, state.factor, dv);
-  }
-}
-
-// The same, merged into the total at once.
-void fold_segment(const AttendUnit& u, std::int64_t rows) {
-  const std::int32_t dv = u.pages->head_dim_v;
-  const Scratch& s = *u.scratch;
-  for (std::int64_t r = 0; r < rows; ++r) {
-    const RowState state = row_state(s, r);
-    float* total = s.o_total + r * dv;
-    merge_row(total, s.lse_total[r], s.o_segment + r * dv, state.factor, state.lse, total,
-              s.lse_total + r, dv);
-  }
-}
-
-void clear_total(const AttendUnit& u, std::int64_t rows) {
-  for (std::int64_t r = 0; r < rows; ++r) u.scratch->lse_total[r] = -__builtin_inff();
-  for (std::int64_t i = 0; i < rows * u.pages->head_dim_v; i += kW)
-    store(u.scratch->o_total + i, set1(0.f));
 }
 
 void write_out(const AttendUnit& u) {
@@ -110,55 +85,71 @@ void write_out(const AttendUnit& u) {
   for_rows(u, [&](std::int64_t row, std::int64_t t, std::int32_t head) {
     char* out = u.out + (t * u.out_stride + std::int64_t{head} * dv) * bytes;
     for (std::int32_t d = 0; d < dv; d += kW)
-      store_as(u.dtype, out, d, load(u.scratch->o_total + row * dv + d));
-    if (u.lse != nullptr) u.lse[t * u.num_q_heads + head] = u.scratch->lse_total[row];
+      store_as(u.dtype, out, d, load(u.scratch->out + row * dv + d));
+    if (u.lse != nullptr) u.lse[t * u.num_q_heads + head] = u.scratch->lse[row];
   });
 }
 
-// All steps of tokens [begin, end), in the order of the bytes: page after page, KV heads inside. The
-// stream leaves nothing else in L1, so the next step's addresses are looked up while this one reads:
-// looked up when needed, they would hold back the reads behind them.
-void run_steps(const AttendUnit& u, std::int64_t begin, std::int64_t end, Group& g) {
-  const std::int64_t run = u.pages->page_size > kStepTokens ? u.pages->page_size : kStepTokens;
-  Step steps[2];
-  std::int64_t first = begin, t = begin;
-  std::int32_t h = u.h0;
-  locate(u, h, t, steps[0]);
-  for (int i = 0; first < end; ++i) {
-    t += kStepTokens;
-    if (t >= at_most(end, first + run)) {
-      t = first;
-      if (++h == u.h1) {
-        h = u.h0;
-        t = first += run;
-      }
-    }
-    if (first < end) locate(u, h, t, steps[(i + 1) % 2]);
-#ifdef XN
-    if (first < end && (XALL || h == u.h0)) for (int q = 0; q < XN; ++q) __builtin_prefetch(steps[(i + 1) % 2].pieces[0].k + 64 * q, 0, XH);
-#endif
-    run_step(u, steps[i % 2], g);
-  }
+RowSums rows_from(const RowSums& s, std::int64_t row, std::int32_t dim) {
+  return {s.o + row * dim, s.m + row, s.l + row};
 }
 
-void attend_unit(const AttendUnit& u) {
-  const std::int64_t rows = rows_of(u);
-  const std::int64_t visible = u.first_visible + u.t1 - 1;
-  const bool partial = u.partial_out != nullptr;
+// The unit's steps in the order of the bytes: page after page, KV heads inside.
+struct Walk {
+  std::int64_t page, end;  // first token of the page (of the step, where that is more) and of no step
+  std::int64_t t;          // first token of the step
+  std::int32_t h;
+
+  bool more() const { return page < end; }
+  void advance(const AttendUnit& u) {
+    const std::int64_t tokens = u.pages->page_size > kStepTokens ? u.pages->page_size : kStepTokens;
+    t += kStepTokens;
+    if (t < at_most(end, page + tokens)) return;
+    if (++h == u.h1) {
+      h = u.h0;
+      page += tokens;
+    }
+    t = page;
+  }
+};
+
+// The reads leave nothing else in L1, so the next step's addresses are looked up while this one
+// reads: looked up when needed, they would hold back the reads behind them. A new page also misses
+// the TLB, which its first lines find out early.
+inline void look_ahead(const AttendUnit& u, const Walk& walk, Step& step) {
+  locate(u, walk.h, walk.t, step);
+  if (walk.h == u.h0)
+    for (int i = 0; i < 4; ++i) __builtin_prefetch(step.pieces[0].k + 64 * i);
+}
+
+void attend_unit(const AttendUnit& whole) {
+  const std::int64_t rows = rows_of(whole);
+  const std::int32_t dv = whole.pages->head_dim_v;
+  const bool partial = whole.partials.o != nullptr;
+  Scratch scratch = *whole.scratch;
+  AttendUnit u = whole;
+  u.scratch = &scratch;
   Group g{};
   for (float& one : g.ones) one = 1.f;
   load_queries(u);
-  if (!partial) clear_total(u, rows);
-  for (std::int64_t segment = u.segment0; segment < u.segment1; ++segment) {
-    const std::int64_t begin = segment * kSegmentTokens;
-    const std::int64_t end = at_most(visible, begin + kSegmentTokens);
-    clear_segment(u, rows);
-    if (begin < end) run_steps(u, begin, end, g);
-    const std::int64_t at = (segment - u.segment0) * rows;
-    if (partial)
-      finish_segment(u, rows, u.partial_out + at * u.pages->head_dim_v, u.partial_lse + at);
-    else
-      fold_segment(u, rows);
+  if (!partial) clear_total(scratch, rows, dv);
+  const std::int64_t begin = u.segment0 * kSegmentTokens;
+  Walk walk{begin, at_most(u.first_visible + u.t1 - 1, u.segment1 * kSegmentTokens), begin, u.h0};
+  Step steps[2];
+  if (walk.more()) locate(u, walk.h, walk.t, steps[0]);
+  for (int i = 0; walk.more(); i = 1 - i) {
+    const std::int64_t segment = walk.page / kSegmentTokens;
+    if (walk.page % kSegmentTokens == 0 && walk.t == walk.page && walk.h == u.h0) {
+      if (partial)
+        scratch.segment = rows_from(u.partials, (segment - u.segment0) * u.partial_rows, dv);
+      clear_segment(scratch, rows, dv);
+    }
+    walk.advance(u);
+    if (walk.more()) look_ahead(u, walk, steps[1 - i]);
+    run_step(u, steps[i], g);
+    if (walk.more() && walk.page / kSegmentTokens == segment) continue;
+    sum_lanes(scratch, rows);
+    if (!partial) fold(scratch, scratch.segment, rows, dv);
   }
   if (!partial) write_out(u);
 }
@@ -166,11 +157,10 @@ void attend_unit(const AttendUnit& u) {
 // Folds the partials of [segment0, segment1), left in order, and writes out.
 void fold_unit(const AttendUnit& u) {
   const std::int64_t rows = rows_of(u);
-  const Scratch& s = *u.scratch;
-  clear_total(u, rows);
-  for (std::int64_t at = 0; at < (u.segment1 - u.segment0) * rows; at += rows)
-    merge_rows({s.o_total, s.lse_total, u.partial_out + at * u.pages->head_dim_v,
-                u.partial_lse + at, s.o_total, s.lse_total, rows, u.pages->head_dim_v});
+  const std::int32_t dv = u.pages->head_dim_v;
+  clear_total(*u.scratch, rows, dv);
+  for (std::int64_t i = 0; i < u.segment1 - u.segment0; ++i)
+    fold(*u.scratch, rows_from(u.partials, i * u.partial_rows, dv), rows, dv);
   write_out(u);
 }
 

@@ -107,8 +107,7 @@ class AttentionPlan {
   std::int64_t max_rows_ = 0, partial_rows_ = 0;
   std::vector<float> memory_;  // scratch of all threads, then partials
   std::vector<Scratch> scratch_;
-  float* partial_out_ = nullptr;
-  float* partial_lse_ = nullptr;
+  RowSums partials_{};
 };
 
 }  // namespace kvcore::kernels

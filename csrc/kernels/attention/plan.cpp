@@ -15,6 +15,7 @@ constexpr std::int64_t kBlockRows = 192;  // rows of a unit of one KV head: o an
 constexpr std::int64_t kUnitsPerThread = 4;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+std::int64_t whole_lines(std::int64_t floats) { return ceil_div(floats, kMaxLanes) * kMaxLanes; }
 
 Status check(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
   if (value >= low && value <= high) return {};
@@ -146,7 +147,7 @@ void AttentionPlan::add_unit(const Unit& unit, bool by_segment) {
   }
   whole.partial_row = partial_rows_;
   folds_.push_back(whole);
-  for (std::int64_t i = 0; i < segments; ++i, partial_rows_ += rows) {
+  for (std::int64_t i = 0; i < segments; ++i, partial_rows_ += whole_lines(rows)) {
     Unit part = unit;
     part.segment0 = i;
     part.segment1 = i + 1;
@@ -158,34 +159,30 @@ void AttentionPlan::add_unit(const Unit& unit, bool by_segment) {
 // One allocation for all threads' scratch and the partials; it only ever grows.
 void AttentionPlan::reserve_scratch() {
   const std::int64_t rows = max_rows_, dk = pages_->head_dim_k, dv = pages_->head_dim_v;
-  const auto round = [](std::int64_t floats) { return ceil_div(floats, 16) * 16; };
-  const std::int64_t sizes[] = {
-      round(rows * dk), round(rows * dk / 2),    round(rows * dv), round(rows * dv),
-      round(rows),      round(rows * kMaxLanes), round(rows),      round(kStepTokens * (dk + dv))};
-  std::int64_t per_thread = 0;
-  for (const std::int64_t n : sizes) per_thread += n;
+  const std::int64_t per_thread = whole_lines(rows * dk) + whole_lines(rows * dk / 2) +
+                                  2 * whole_lines(rows * dv) + 3 * whole_lines(rows) +
+                                  rows * kMaxLanes + whole_lines(kStepTokens * (dk + dv));
   const std::int64_t total =
-      16 + num_threads() * per_thread + round(partial_rows_ * dv) + round(partial_rows_);
+      kMaxLanes + num_threads() * per_thread + partial_rows_ * (dv + 2);
   if (static_cast<std::int64_t>(memory_.size()) < total)
     memory_.resize(static_cast<std::size_t>(total));
   float* next = memory_.data();
   next += (64 - reinterpret_cast<std::uintptr_t>(next) % 64) % 64 / sizeof(float);
-  const auto take = [&next](std::int64_t n) { return std::exchange(next, next + n); };
+  const auto take = [&next](std::int64_t n) { return std::exchange(next, next + whole_lines(n)); };
+  const auto take_sums = [&](std::int64_t n) { return RowSums{take(n * dv), take(n), take(n)}; };
   scratch_.clear();
   for (int i = 0; i < num_threads(); ++i) {
     Scratch s;
-    s.q_floats = take(sizes[0]);
-    s.q_pairs = reinterpret_cast<std::uint32_t*>(take(sizes[1]));
-    s.o_segment = take(sizes[2]);
-    s.o_total = take(sizes[3]);
-    s.m = take(sizes[4]);
-    s.l = take(sizes[5]);
-    s.lse_total = take(sizes[6]);
-    s.packed = reinterpret_cast<char*>(take(sizes[7]));
+    s.q_floats = take(rows * dk);
+    s.q_pairs = reinterpret_cast<std::uint32_t*>(take(rows * dk / 2));
+    s.segment = take_sums(rows);
+    s.l_lanes = take(rows * kMaxLanes);
+    s.out = take(rows * dv);
+    s.lse = take(rows);
+    s.packed = reinterpret_cast<char*>(take(kStepTokens * (dk + dv)));
     scratch_.push_back(s);
   }
-  partial_out_ = take(round(partial_rows_ * dv));
-  partial_lse_ = take(round(partial_rows_));
+  partials_ = take_sums(partial_rows_);
 }
 
 Status AttentionPlan::append(std::int64_t layer, TokenRows k, TokenRows v, DType dtype) {
@@ -228,7 +225,11 @@ AttendUnit AttentionPlan::expand(const Unit& unit, const Call& call, const Scrat
   const Sequence& seq = at(unit.sequence);
   const AttendArgs& a = *call.args;
   const std::int64_t bytes = size_of(a.dtype);
-  const bool partial = unit.partial_row >= 0;
+  const std::int64_t rows = (unit.h1 - unit.h0) * (unit.t1 - unit.t0) * group_;
+  RowSums partials{};
+  if (unit.partial_row >= 0)
+    partials = {partials_.o + unit.partial_row * pages_->head_dim_v,
+                partials_.m + unit.partial_row, partials_.l + unit.partial_row};
   return {
       .pages = pages_,
       .block_row = page_ids(unit.sequence),
@@ -251,8 +252,8 @@ AttendUnit AttentionPlan::expand(const Unit& unit, const Call& call, const Scrat
       .scale_log2 = scale_log2_,
       .k_pairs = k_pairs_,
       .k_floats = k_floats_,
-      .partial_out = partial ? partial_out_ + unit.partial_row * pages_->head_dim_v : nullptr,
-      .partial_lse = partial ? partial_lse_ + unit.partial_row : nullptr,
+      .partials = partials,
+      .partial_rows = whole_lines(rows),
       .scratch = &scratch,
       .pack = pack_tokens,
   };

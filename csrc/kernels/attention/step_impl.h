@@ -134,7 +134,7 @@ inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, i
     t.c_stride = kStepTokens;
     t.alpha = nullptr;
     t.ahead = p.k_ahead;
-    t.side = i == 0 ? reinterpret_cast<const char*>(u.scratch->o_segment + row * dv) : nullptr;
+    t.side = i == 0 ? reinterpret_cast<const char*>(u.scratch->segment.o + row * dv) : nullptr;
     t.side_step = rows * dv * 4 / t.k;
     const int lanes16 = static_cast<int>((at_most(n - p.first, p.count) + 15) / 16);
     run_tiles(p.k_format, rows, lanes16, t);
@@ -170,7 +170,7 @@ inline void probabilities_of(const AttendUnit& u, const Step& step, std::int64_t
     if (step.p_pairs) store_bf16(reinterpret_cast<char*>(g.p_pairs[m]) + 2 * j * kW, e);
     if (step.p_floats) store(&g.p[m][j * kW], e);
   }
-  float* l = u.scratch->l + row * kMaxLanes;
+  float* l = u.scratch->l_lanes + row * kMaxLanes;
   store(l, fma(load(l), set1(g.alpha[m]), sum));
 }
 
@@ -183,7 +183,7 @@ inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, std
   float top[M], old[M];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) top[m] = maximum_of<Full>(g.scores[m], n);
-  float* running = u.scratch->m + row;
+  float* running = u.scratch->segment.m + row;
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) old[m] = running[m];
   const F before = lanes(old), now = vmax(mul(lanes(top), set1(u.scale_log2)), before);
@@ -246,23 +246,25 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
       const std::int64_t dims = at_most(dv - d, kDimBlock);
       t.b = p.v + (p.v_tokens * d + p.v_first * dims) * bytes_of(p.v_format);
       t.b_stride = dims * (p.v_format == Format::kF16 ? 2 : 4);
-      t.c = u.scratch->o_segment + row * dv + d;
+      t.c = u.scratch->segment.o + row * dv + d;
       run_tiles(p.v_format, rows, static_cast<int>(dims / 16), t);
     }
   }
 }
+
+// While the softmax waits for its own results nothing is read. So much of V is asked for before it
+// that the misses L1 can have in flight are all in use; more than that is slower (measured).
+constexpr int kLinesAhead = 28;
 
 // Rows [row, row + count) that see the step's first n tokens, in near-equal groups.
 inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, std::int64_t count,
                      std::int64_t n, Group& g) {
   for (std::int64_t left = (count + kMaxRows - 1) / kMaxRows; left > 0; --left) {
     const int rows = static_cast<int>((count + left - 1) / left);
-    for (int m = 0; m < rows; ++m) __builtin_prefetch(u.scratch->l + (row + m) * kMaxLanes);
-    __builtin_prefetch(u.scratch->m + row);
+    for (int m = 0; m < rows; ++m) __builtin_prefetch(u.scratch->l_lanes + (row + m) * kMaxLanes);
+    __builtin_prefetch(u.scratch->segment.m + row);
     scores_of(u, step, row, rows, n, g);
-#ifdef XPV
-    for (int i = 0; i < XPV; ++i) __builtin_prefetch(step.pieces[0].v + 64 * i);
-#endif
+    for (int i = 0; i < kLinesAhead; ++i) __builtin_prefetch(step.pieces[0].v + 64 * i);
     softmax(u, step, row, rows, n, g);
     values_of(u, step, row, rows, n, g);
     row += rows;

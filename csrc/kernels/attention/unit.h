@@ -15,15 +15,21 @@ constexpr std::int64_t kSegmentTokens =
     1024;  // tokens of one independent softmax, at absolute positions
 constexpr int kMaxLanes = 16;
 
+// An online softmax that has seen some tokens: out = o / l, lse = m ln 2 + ln l.
+struct RowSums {
+  float* o;  // [R][Dv]
+  float* m;  // [R] maximum, base 2; -inf: nothing seen
+  float* l;  // [R] sum of 2^(score - m)
+};
+
 // Work memory of one thread; every pointer 64 B aligned. R = rows of the largest unit.
 struct Scratch {
   float* q_floats;         // [R][Dk]
   std::uint32_t* q_pairs;  // [R][Dk / 2], bf16 pairs
-  float* o_segment;        // [R][Dv]
-  float* o_total;          // [R][Dv]
-  float* m;                // [R] running maximum, base 2
-  float* l;                // [R][kMaxLanes] running sums, one per lane
-  float* lse_total;        // [R]
+  RowSums segment;         // l is set at its end, from l_lanes
+  float* l_lanes;          // [R][kMaxLanes] running sums, one per lane
+  float* out;              // [R][Dv] of the segments so far, normalised
+  float* lse;              // [R]
   char* packed;  // [64][Dk + Dv] floats: pages kept in canonical layout, packed on the fly
 };
 
@@ -53,10 +59,9 @@ struct AttendUnit {
   std::int64_t segment0, segment1;
   float scale_log2;        // softmax scale times log2(e)
   bool k_pairs, k_floats;  // which forms of q the pages' K formats may ask for
-  // Null: fold the segments and write out. Otherwise [segment1 - segment0][rows][Dv] and
-  // [..][rows].
-  float* partial_out;
-  float* partial_lse;
+  // o null: fold the segments and write out. Otherwise one RowSums of partial_rows a segment.
+  RowSums partials;
+  std::int64_t partial_rows;
   const Scratch* scratch;
   PackTokens pack;
 };

@@ -17,10 +17,9 @@ inline void merge_row(const float* oa, float la, const float* ob, float scale_b,
                       float* l, std::int32_t dim) {
   const float inf = __builtin_inff();
   if (lb == -inf || la == -inf) {
-    const float* from = lb == -inf ? oa : ob;
-    const float scale = lb == -inf ? 1.f : scale_b;
-    if (from != o || scale != 1.f) scale_row(o, from, scale, dim);
-    *l = lb == -inf ? la : lb;
+    const bool a = lb == -inf;
+    if (!a || oa != o) scale_row(o, a ? oa : ob, a ? 1.f : scale_b, dim);
+    *l = a ? la : lb;
     return;
   }
   const float top = la > lb ? la : lb;
