@@ -23,30 +23,38 @@ class Heads:
 
 
 class RotatingKv:
-    """Several sequences of equal length in one pool; a timed loop takes another one each time.
+    """Several batches of sequences of equal length in one pool; a timed loop takes another each time.
 
     Together they are larger than the caches, so that every repetition reads from memory.
     """
 
     def __init__(
-        self, heads: Heads, context: int, q_len: int, copies: int, page_size: int = 64
+        self,
+        heads: Heads,
+        context: int,
+        q_len: int,
+        copies: int,
+        page_size: int = 64,
+        batch: int = 1,
+        threads: int = 1,
     ) -> None:
-        self.heads, self.context, self.q_len = heads, context, q_len
+        self.heads, self.context, self.q_len, self.batch = heads, context, q_len, batch
         spec = pages.PageSpec(1, heads.kv, heads.dim, page_size=page_size, format="bf16")
         per_sequence = -(-context // page_size)
-        frames = copies * -(-per_sequence // spec.extent_pages)
+        frames = copies * batch * -(-per_sequence // spec.extent_pages)
         self.pool = pages.Pool(spec, frames)
         self._fill()
-        self.threads = kernels.ThreadPool(1)
+        self.threads = kernels.ThreadPool(threads)
         self.plans = []
         for _ in range(copies):
-            table = np.array([self.pool.alloc(per_sequence)[:per_sequence]], np.int32)
+            held = [self.pool.alloc(per_sequence)[:per_sequence] for _ in range(batch)]
             plan = kernels.AttentionPlan(self.pool, heads.q, threads=self.threads)
-            plan.prepare(np.array([0, q_len], np.int32), np.array([context], np.int32), table)
+            starts = np.arange(0, batch * q_len + 1, q_len, dtype=np.int32)
+            plan.prepare(starts, np.full(batch, context, np.int32), np.array(held, np.int32))
             self.plans.append(plan)
-        self.q = torch.randn(q_len, heads.q, heads.dim).bfloat16()
+        self.q = torch.randn(batch * q_len, heads.q, heads.dim).bfloat16()
         self.out = torch.empty_like(self.q)
-        self.lse = torch.empty(q_len, heads.q)
+        self.lse = torch.empty(batch * q_len, heads.q)
         self._next = 0
 
     def _fill(self) -> None:
@@ -58,19 +66,30 @@ class RotatingKv:
             part[:] = numbers[: part.size]
 
     def attend(self) -> None:
-        """Attention of one sequence, the next in turn."""
+        """Attention of one batch, the next in turn."""
         plan = self.plans[self._next]
         self._next = (self._next + 1) % len(self.plans)
-        plan.attend(0, self.q, self.out, self.lse)
+        self._attend(plan)
+
+    def attend_all(self) -> None:
+        """Attention of every batch once."""
+        for plan in self.plans:
+            self._attend(plan)
+
+    def _attend(self, plan: kernels.AttentionPlan) -> None:
+        q, out, bf16 = self.q, self.out, kernels.DTYPE_CODES["bfloat16"]
+        strides = q.stride(0), out.stride(0)
+        lse = self.lse.data_ptr()
+        plan.attend_ptr(0, q.data_ptr(), strides[0], out.data_ptr(), strides[1], lse, bf16)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V of one sequence."""
-        return self.context * self.heads.kv * self.heads.dim * 2 * 2
+        """Bytes of K and V of one batch."""
+        return self.batch * self.context * self.heads.kv * self.heads.dim * 2 * 2
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the causal attention of one sequence."""
+        """Multiplications and additions of the causal attention of one batch."""
         first = self.context - self.q_len + 1
         visible = self.q_len * (first + self.context) // 2
-        return 4 * visible * self.heads.q * self.heads.dim
+        return 4 * self.batch * visible * self.heads.q * self.heads.dim
