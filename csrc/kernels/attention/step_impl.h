@@ -259,12 +259,14 @@ constexpr int kLinesAhead = 28;
 // Rows [row, row + count) that see the step's first n tokens, in near-equal groups.
 inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, std::int64_t count,
                      std::int64_t n, Group& g) {
-  for (std::int64_t left = (count + kMaxRows - 1) / kMaxRows; left > 0; --left) {
+  const std::int64_t groups = (count + kMaxRows - 1) / kMaxRows;
+  for (std::int64_t left = groups; left > 0; --left) {
     const int rows = static_cast<int>((count + left - 1) / left);
     for (int m = 0; m < rows; ++m) __builtin_prefetch(u.scratch->l_lanes + (row + m) * kMaxLanes);
     __builtin_prefetch(u.scratch->segment.m + row);
     scores_of(u, step, row, rows, n, g);
-    for (int i = 0; i < kLinesAhead; ++i) __builtin_prefetch(step.pieces[0].v + 64 * i);
+    if (left == groups)  // the others find V in a cache
+      for (int i = 0; i < kLinesAhead; ++i) __builtin_prefetch(step.pieces[0].v + 64 * i);
     softmax(u, step, row, rows, n, g);
     values_of(u, step, row, rows, n, g);
     row += rows;
