@@ -22,6 +22,16 @@ class Heads:
         return f"{self.q}/{self.kv}x{self.dim}"
 
 
+def fill(pool: pages.Pool) -> None:
+    """Normally distributed bf16 numbers in every byte of the pool."""
+    arena = pool.arena
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * arena.bytes).from_address(arena.address))
+    numbers = torch.randn(1 << 20).bfloat16().view(torch.uint8).numpy()
+    for first in range(0, arena.bytes, numbers.size):
+        part = memory[first : first + numbers.size]
+        part[:] = numbers[: part.size]
+
+
 class RotatingKv:
     """Several batches of sequences of equal length in one pool; a timed loop takes another each time.
 
@@ -43,7 +53,7 @@ class RotatingKv:
         per_sequence = -(-context // page_size)
         frames = copies * batch * -(-per_sequence // spec.extent_pages)
         self.pool = pages.Pool(spec, frames)
-        self._fill()
+        fill(self.pool)
         self.threads = kernels.ThreadPool(threads)
         self.plans = []
         for _ in range(copies):
@@ -56,14 +66,6 @@ class RotatingKv:
         self.out = torch.empty_like(self.q)
         self.lse = torch.empty(batch * q_len, heads.q)
         self._next = 0
-
-    def _fill(self) -> None:
-        arena = self.pool.arena
-        memory = np.ctypeslib.as_array((ctypes.c_uint8 * arena.bytes).from_address(arena.address))
-        numbers = torch.randn(1 << 20).bfloat16().view(torch.uint8).numpy()
-        for first in range(0, arena.bytes, numbers.size):
-            part = memory[first : first + numbers.size]
-            part[:] = numbers[: part.size]
 
     def attend(self) -> None:
         """Attention of one batch, the next in turn."""

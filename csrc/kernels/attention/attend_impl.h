@@ -44,7 +44,8 @@ void load_queries(const AttendUnit& u) {
   const bool pairs = kBf16Pairs && u.k_pairs;
   const bool floats = u.k_floats || (!kBf16Pairs && u.k_pairs);
   for_rows(u, [&](std::int64_t row, std::int64_t t, std::int32_t head) {
-    const char* q = u.q + (t * u.q_stride + std::int64_t{head} * dk) * bytes;
+    const std::int64_t token = u.tokens == nullptr ? t : u.tokens[t];
+    const char* q = u.q + (token * u.q_stride + std::int64_t{head} * dk) * bytes;
     for (std::int32_t d = 0; d < dk; d += kW) {
       const F x = load_as(u.dtype, q, d);
       if (pairs)
@@ -69,13 +70,16 @@ void sum_lanes(const Scratch& s, std::int64_t rows) {
   for (std::int64_t r = 0; r < rows; ++r) s.segment.l[r] = hsum(load(s.l_lanes + r * kMaxLanes));
 }
 
-// Adds a finished segment to the total, by the arithmetic of merge_states.
-void fold(const Scratch& s, const RowSums& part, std::int64_t rows, std::int32_t dim) {
+// Adds rows of a finished segment to rows of the total from `at` on, by the arithmetic of
+// merge_states.
+void fold(const Scratch& s, std::int64_t at, const RowSums& part, std::int64_t rows,
+          std::int32_t dim) {
   for (std::int64_t r = 0; r < rows; ++r) {
     const float l = part.l[r];
     const float lse = l == 0.f ? -__builtin_inff() : part.m[r] * kLn2 + __builtin_logf(l);
-    float* out = s.out + r * dim;
-    merge_row(out, s.lse[r], part.o + r * dim, l == 0.f ? 0.f : 1.f / l, lse, out, s.lse + r, dim);
+    float* out = s.out + (at + r) * dim;
+    float* out_lse = s.lse + at + r;
+    merge_row(out, *out_lse, part.o + r * dim, l == 0.f ? 0.f : 1.f / l, lse, out, out_lse, dim);
   }
 }
 
@@ -141,7 +145,8 @@ void attend_unit(const AttendUnit& whole) {
     const std::int64_t segment = walk.page / kSegmentTokens;
     if (walk.page % kSegmentTokens == 0 && walk.t == walk.page && walk.h == u.h0) {
       if (partial)
-        scratch.segment = rows_from(u.partials, (segment - u.segment0) * u.partial_rows, dv);
+        scratch.segment = rows_from(
+            u.partials, u.partial_row + (segment - u.segment0) * u.partial_rows, dv);
       clear_segment(scratch, rows, dv);
     }
     walk.advance(u);
@@ -149,18 +154,22 @@ void attend_unit(const AttendUnit& whole) {
     run_step(u, steps[i], g);
     if (walk.more() && walk.page / kSegmentTokens == segment) continue;
     sum_lanes(scratch, rows);
-    if (!partial) fold(scratch, scratch.segment, rows, dv);
+    if (!partial) fold(scratch, 0, scratch.segment, rows, dv);
   }
   if (!partial) write_out(u);
 }
 
 // Folds the partials of [segment0, segment1), left in order, and writes out.
 void fold_unit(const AttendUnit& u) {
-  const std::int64_t rows = rows_of(u);
   const std::int32_t dv = u.pages->head_dim_v;
-  clear_total(*u.scratch, rows, dv);
+  const std::int64_t per_head = (u.t1 - u.t0) * u.group;
+  clear_total(*u.scratch, rows_of(u), dv);
   for (std::int64_t i = 0; i < u.segment1 - u.segment0; ++i)
-    fold(*u.scratch, rows_from(u.partials, i * u.partial_rows, dv), rows, dv);
+    for (std::int32_t h = 0; h < u.h1 - u.h0; ++h) {
+      const PartialRef& ref = u.refs[i];
+      const std::int64_t row = ref.row + (std::int64_t{h} * ref.tokens + ref.token) * u.group;
+      fold(*u.scratch, h * per_head, rows_from(u.partials, row, dv), per_head, dv);
+    }
   write_out(u);
 }
 

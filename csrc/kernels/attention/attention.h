@@ -72,13 +72,16 @@ class AttentionPlan {
     std::int64_t first_token, q_len, context_len;
     std::int64_t first_page;  // in page_ids_
   };
-  // A part of one sequence's rows. Cut along segments, several units share a fold.
+  // A part of one sequence's rows, or of all rows that see the same pages. Cut along segments, several
+  // units share a fold.
   struct Unit {
     std::int64_t sequence;
     std::int64_t t0, t1;
     std::int32_t h0, h1;
-    std::int64_t segment0, segment1;
-    std::int64_t partial_row;  // into partials; -1: the unit writes out itself
+    std::int64_t segment0 = 0, segment1 = 0;
+    std::int64_t partial_row = -1;  // into partials; -1: the unit writes out itself
+    std::int64_t member = -1;       // t counts members_ from here: one token of each sequence
+    std::int64_t ref = -1;          // of a fold: into refs_, one a segment
   };
   struct Call;
 
@@ -87,7 +90,11 @@ class AttentionPlan {
   const Sequence& at(std::int64_t s) const { return sequences_[static_cast<std::size_t>(s)]; }
   int num_threads() const { return threads_ == nullptr ? 1 : threads_->num_threads(); }
   void cut(std::int64_t s);
-  void add_unit(const Unit& unit, bool by_segment);
+  void add_unit(const Unit& unit, bool by_segment, std::int64_t shared_segments);
+  void find_shared();
+  void share(std::int64_t first, std::int64_t last, std::int64_t segment);
+  std::int64_t common_segments(std::int64_t a, std::int64_t b) const;
+  bool few_units() const;
   void reserve_scratch();
   AttendUnit expand(const Unit& unit, const Call& call, const Scratch& scratch) const;
   static void run_units(void* call, int thread);
@@ -104,6 +111,11 @@ class AttentionPlan {
   std::vector<Sequence> sequences_;
   std::vector<std::int32_t> page_ids_;
   std::vector<Unit> units_, folds_;
+  // Sequences of one new token each, ordered by their pages, so that equal prefixes are neighbours;
+  // the segments each has in common with the next; their tokens.
+  std::vector<std::int32_t> order_, common_, members_;
+  std::vector<std::vector<PartialRef>> shared_;  // of each sequence, its shared segments
+  std::vector<PartialRef> refs_;                 // of the folds
   std::int64_t max_rows_ = 0, partial_rows_ = 0;
   std::vector<float> memory_;  // scratch of all threads, then partials
   std::vector<Scratch> scratch_;

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <span>
 #include <utility>
 
 #include "base/text.h"
@@ -13,6 +14,7 @@ namespace {
 constexpr std::int64_t kWideRows = 256;   // up to here one unit takes all KV heads, page after page
 constexpr std::int64_t kBlockRows = 192;  // rows of a unit of one KV head: o and q stay in L2
 constexpr std::int64_t kUnitsPerThread = 4;
+constexpr std::int64_t kSharedTokens = 64;  // sequences of a unit over a common prefix, at most
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 std::int64_t whole_lines(std::int64_t floats) { return ceil_div(floats, kMaxLanes) * kMaxLanes; }
@@ -103,9 +105,85 @@ Status AttentionPlan::prepare(const BatchArgs& b) {
     const std::int32_t* row = b.block_table + s * b.block_table_stride;
     page_ids_.insert(page_ids_.end(), row, row + ceil_div(b.context_lens[s], pages_->page_size));
   }
+  find_shared();
   for (std::int64_t s = 0; s < num_seqs(); ++s) cut(s);
   reserve_scratch();
   return {};
+}
+
+// Leading segments that lie whole in both sequences, on the same pages.
+std::int64_t AttentionPlan::common_segments(std::int64_t a, std::int64_t b) const {
+  const std::int64_t pages = kSegmentTokens / pages_->page_size;
+  const std::int64_t most = std::min(at(a).context_len, at(b).context_len) / kSegmentTokens;
+  const std::int32_t *x = page_ids(a), *y = page_ids(b);
+  const auto differ = std::mismatch(x, x + most * pages, y).first;
+  return (differ - x) / pages;
+}
+
+// Sequences that decode over the same leading pages attend to them together: the pages are read once
+// and multiplied with all their queries. Rows and segments stay what they are, so no bit changes.
+void AttentionPlan::find_shared() {
+  order_.clear();
+  members_.clear();
+  refs_.clear();
+  shared_.resize(sequences_.size());
+  for (std::int64_t s = 0; s < num_seqs(); ++s) {
+    shared_[static_cast<std::size_t>(s)].clear();
+    if (at(s).q_len == 1 && at(s).context_len >= kSegmentTokens)
+      order_.push_back(static_cast<std::int32_t>(s));
+  }
+  if (order_.size() < 2) return;
+  const auto whole_pages = [this](std::int32_t s) {
+    return std::span(page_ids(s), static_cast<std::size_t>(at(s).context_len / pages_->page_size));
+  };
+  std::sort(order_.begin(), order_.end(), [&](std::int32_t a, std::int32_t b) {
+    const auto x = whole_pages(a), y = whole_pages(b);
+    return std::lexicographical_compare(x.begin(), x.end(), y.begin(), y.end());
+  });
+  common_.clear();
+  for (std::size_t i = 0; i + 1 < order_.size(); ++i)
+    common_.push_back(static_cast<std::int32_t>(common_segments(order_[i], order_[i + 1])));
+  common_.push_back(0);
+  for (std::int64_t segment = 0;; ++segment) {
+    bool any = false;
+    const auto last = static_cast<std::int64_t>(order_.size());
+    for (std::int64_t i = 0, from; (from = i) < last; i = std::max(i, from + 1)) {
+      while (common_[static_cast<std::size_t>(i)] > segment) ++i;
+      if (i == from) continue;
+      share(from, ++i, segment);
+      any = true;
+    }
+    if (!any) return;
+  }
+}
+
+// One segment of the sequences [first, last) of order_, in units of at most kSharedTokens of them.
+void AttentionPlan::share(std::int64_t first, std::int64_t last, std::int64_t segment) {
+  for (std::int64_t i = first, n; i < last; i += n) {
+    n = std::min(last - i, kSharedTokens);
+    const std::int64_t rows = n * num_q_heads_;
+    units_.push_back({.sequence = order_[static_cast<std::size_t>(i)],
+                      .t0 = 0,
+                      .t1 = n,
+                      .h0 = 0,
+                      .h1 = pages_->num_kv_heads,
+                      .segment0 = segment,
+                      .segment1 = segment + 1,
+                      .partial_row = partial_rows_,
+                      .member = static_cast<std::int64_t>(members_.size())});
+    for (std::int64_t j = 0; j < n; ++j) {
+      const std::int32_t s = order_[static_cast<std::size_t>(i + j)];
+      members_.push_back(static_cast<std::int32_t>(at(s).first_token));
+      shared_[static_cast<std::size_t>(s)].push_back(
+          {partial_rows_, static_cast<std::int32_t>(n), static_cast<std::int32_t>(j)});
+    }
+    max_rows_ = std::max(max_rows_, rows);
+    partial_rows_ += whole_lines(rows);
+  }
+}
+
+bool AttentionPlan::few_units() const {
+  return num_threads() > 1 && num_seqs() < kUnitsPerThread * num_threads();
 }
 
 // Cuts a sequence into units. How it is cut changes no bit of the result: rows are independent, and
@@ -113,7 +191,12 @@ Status AttentionPlan::prepare(const BatchArgs& b) {
 void AttentionPlan::cut(std::int64_t s) {
   const Sequence& seq = at(s);
   const std::int64_t heads = pages_->num_kv_heads;
-  const bool few = num_threads() > 1 && num_seqs() < kUnitsPerThread * num_threads();
+  const bool few = few_units();
+  const auto shared = static_cast<std::int64_t>(shared_[static_cast<std::size_t>(s)].size());
+  if (shared > 0) {
+    add_unit({.sequence = s, .t0 = 0, .t1 = 1, .h0 = 0, .h1 = pages_->num_kv_heads}, few, shared);
+    return;
+  }
   if (seq.q_len * num_q_heads_ <= std::max<std::int64_t>(kWideRows, num_q_heads_)) {
     const std::int64_t segments = ceil_div(seq.context_len, kSegmentTokens);
     const bool by_segment = few && segments > 1;
@@ -121,18 +204,24 @@ void AttentionPlan::cut(std::int64_t s) {
     const std::int64_t parts =
         few && !by_segment ? std::min<std::int64_t>(heads, num_threads()) : 1;
     for (std::int64_t i = 0; i < parts; ++i)
-      add_unit({s, 0, seq.q_len, static_cast<std::int32_t>(heads * i / parts),
-                static_cast<std::int32_t>(heads * (i + 1) / parts), 0, 0, -1},
-               by_segment);
+      add_unit({.sequence = s,
+                .t0 = 0,
+                .t1 = seq.q_len,
+                .h0 = static_cast<std::int32_t>(heads * i / parts),
+                .h1 = static_cast<std::int32_t>(heads * (i + 1) / parts)},
+               by_segment, 0);
     return;
   }
   const std::int64_t block = std::max<std::int64_t>(1, kBlockRows / group_);
   for (std::int32_t h = 0; h < heads; ++h)
     for (std::int64_t t = 0; t < seq.q_len; t += block)
-      add_unit({s, t, std::min(seq.q_len, t + block), h, h + 1, 0, 0, -1}, false);
+      add_unit(
+          {.sequence = s, .t0 = t, .t1 = std::min(seq.q_len, t + block), .h0 = h, .h1 = h + 1},
+          false, 0);
 }
 
-void AttentionPlan::add_unit(const Unit& unit, bool by_segment) {
+// by_segment: a unit for each segment after the shared ones, otherwise one unit for all.
+void AttentionPlan::add_unit(const Unit& unit, bool by_segment, std::int64_t shared_segments) {
   if (unit.t0 == unit.t1) return;
   const Sequence& seq = at(unit.sequence);
   const std::int64_t visible = std::max<std::int64_t>(0, seq.context_len - seq.q_len + unit.t1);
@@ -141,18 +230,22 @@ void AttentionPlan::add_unit(const Unit& unit, bool by_segment) {
   max_rows_ = std::max(max_rows_, rows);
   Unit whole = unit;
   whole.segment1 = segments;
-  if (!by_segment) {
+  if (!by_segment && shared_segments == 0) {
     units_.push_back(whole);
     return;
   }
-  whole.partial_row = partial_rows_;
+  whole.ref = static_cast<std::int64_t>(refs_.size());
   folds_.push_back(whole);
-  for (std::int64_t i = 0; i < segments; ++i, partial_rows_ += whole_lines(rows)) {
+  const auto& shared = shared_[static_cast<std::size_t>(unit.sequence)];
+  refs_.insert(refs_.end(), shared.begin(), shared.end());
+  for (std::int64_t i = shared_segments; i < segments;) {
     Unit part = unit;
     part.segment0 = i;
-    part.segment1 = i + 1;
+    part.segment1 = by_segment ? i + 1 : segments;
     part.partial_row = partial_rows_;
     units_.push_back(part);
+    for (; i < part.segment1; ++i, partial_rows_ += whole_lines(rows))
+      refs_.push_back({partial_rows_, static_cast<std::int32_t>(unit.t1 - unit.t0), 0});
   }
 }
 
@@ -226,34 +319,37 @@ AttendUnit AttentionPlan::expand(const Unit& unit, const Call& call, const Scrat
   const AttendArgs& a = *call.args;
   const std::int64_t bytes = size_of(a.dtype);
   const std::int64_t rows = (unit.h1 - unit.h0) * (unit.t1 - unit.t0) * group_;
-  RowSums partials{};
-  if (unit.partial_row >= 0)
-    partials = {partials_.o + unit.partial_row * pages_->head_dim_v,
-                partials_.m + unit.partial_row, partials_.l + unit.partial_row};
+  const bool partial = unit.partial_row >= 0 || unit.ref >= 0;
+  const std::int64_t first_token = unit.member >= 0 ? 0 : seq.first_token;
   return {
       .pages = pages_,
       .block_row = page_ids(unit.sequence),
+      .tokens = unit.member >= 0 ? members_.data() + unit.member : nullptr,
       .layer = call.layer,
       .dtype = a.dtype,
-      .q = static_cast<const char*>(a.q) + seq.first_token * a.q_stride * bytes,
+      .q = static_cast<const char*>(a.q) + first_token * a.q_stride * bytes,
       .q_stride = a.q_stride,
-      .out = static_cast<char*>(a.out) + seq.first_token * a.out_stride * bytes,
+      .out = static_cast<char*>(a.out) + first_token * a.out_stride * bytes,
       .out_stride = a.out_stride,
-      .lse = a.lse == nullptr ? nullptr : a.lse + seq.first_token * num_q_heads_,
+      .lse = a.lse == nullptr ? nullptr : a.lse + first_token * num_q_heads_,
       .num_q_heads = num_q_heads_,
       .group = group_,
       .t0 = unit.t0,
       .t1 = unit.t1,
       .h0 = unit.h0,
       .h1 = unit.h1,
-      .first_visible = seq.context_len - seq.q_len + 1,
+      // Rows over a common prefix see all of it.
+      .first_visible = unit.member >= 0 ? unit.segment1 * kSegmentTokens
+                                        : seq.context_len - seq.q_len + 1,
       .segment0 = unit.segment0,
       .segment1 = unit.segment1,
       .scale_log2 = scale_log2_,
       .k_pairs = k_pairs_,
       .k_floats = k_floats_,
-      .partials = partials,
+      .partials = partial ? partials_ : RowSums{},
+      .partial_row = unit.partial_row,
       .partial_rows = whole_lines(rows),
+      .refs = unit.ref >= 0 ? refs_.data() + unit.ref : nullptr,
       .scratch = &scratch,
       .pack = pack_tokens,
   };

@@ -39,11 +39,20 @@ using PackTokens = void (*)(const char* k, const char* v, std::int64_t first, st
                             std::int32_t head_dim_k, std::int32_t head_dim_v, Format k_format,
                             Format v_format, char* k_out, char* v_out);
 
+// Where a fold finds the rows of one segment: rows [head][tokens][group] from `row` on, of which this
+// unit's tokens are those from `token` on.
+struct PartialRef {
+  std::int64_t row;
+  std::int32_t tokens;
+  std::int32_t token;
+};
+
 // Query tokens [t0, t1) of one sequence times the q heads of KV heads [h0, h1), over segments
 // [segment0, segment1). Rows are ordered [KV head][token][q head of the group].
 struct AttendUnit {
   const PagesView* pages;
   const std::int32_t* block_row;  // [pages of the sequence]
+  const std::int32_t* tokens;     // [t1] where token t lies in q; null: at t
   std::int32_t layer;
   DType dtype;              // of q and out
   const char* q;            // the sequence's token 0: [q_len][Hq][Dk]
@@ -59,9 +68,11 @@ struct AttendUnit {
   std::int64_t segment0, segment1;
   float scale_log2;        // softmax scale times log2(e)
   bool k_pairs, k_floats;  // which forms of q the pages' K formats may ask for
-  // o null: fold the segments and write out. Otherwise one RowSums of partial_rows a segment.
+  // o null: fold the segments and write out. Otherwise attend_unit leaves one RowSums a segment from
+  // partial_row on, each partial_rows apart, and fold_unit reads those of refs [segments].
   RowSums partials;
-  std::int64_t partial_rows;
+  std::int64_t partial_row, partial_rows;
+  const PartialRef* refs;
   const Scratch* scratch;
   PackTokens pack;
 };

@@ -111,6 +111,50 @@ TEST_P(Invariance, PageSizeAndLayoutDoNotMatter) {
   }
 }
 
+// A sequence that goes on from the first `shared` tokens of `from` with `tail` tokens of its own.
+Sequence branch(const TestPages& pages, const Sequence& from, std::int64_t shared,
+                std::int64_t tail, std::int64_t first_page, unsigned seed) {
+  Sequence own = make_sequence(pages, tail, first_page, seed, DType::kBf16);
+  own.pages.insert(own.pages.begin(), from.pages.begin(),
+                   from.pages.begin() + shared / pages.view().page_size);
+  return own;
+}
+
+// Decoding over common pages together gives the bits of decoding alone: common to all, to some, to
+// the whole of a sequence, ending inside a segment, in any order, beside a prefill.
+TEST_P(Invariance, SharedPrefixesDoNotMatter) {
+  for (const std::int32_t page : {64, 128}) {
+    const std::int64_t unit = page;
+    const TestPages pages({2, 64, 96, page, Format::kBf16, Format::kBf16}, 8192 / page, Poison::kNan,
+                          1);
+    const auto at = [&](std::int64_t token) { return token / unit; };
+    const Sequence root = make_sequence(pages, 3200, 0, 7, DType::kBf16);
+    const Sequence two = branch(pages, root, 2048, 700, at(3328), 9);
+    const Sequence one = branch(pages, root, 1024, 1100, at(4096), 10);
+    const Sequence none = make_sequence(pages, 1300, at(5376), 11, DType::kBf16);
+    const Sequence part = branch(pages, root, 1536, 300, at(6784), 12);
+    const Item items[] = {{&two, 1, 2748}, {&none, 1, 1300}, {&root, 1, 3200}, {&root, 5, 2600},
+                          {&one, 1, 2124}, {&root, 1, 1024}, {&part, 1, 1836}, {&root, 1, 3000},
+                          {&none, 1, 70}};
+    std::int64_t rows = 0;
+    for (const Item& i : items) rows += i.q_len;
+    const Tensor q = Tensor::random(rows, kQHeads * 64, DType::kBf16, 8);
+    for (const int n : {1, 2, 3}) {
+      auto threads = ThreadPool::make(n);
+      ASSERT_TRUE(threads.ok());
+      const Output together =
+          attend(pages, kQHeads, {std::begin(items), std::end(items)}, q, threads->get());
+      std::int64_t row = 0;
+      for (const Item& i : items) {
+        const Output alone = attend(pages, kQHeads, {i}, slice(q, row, i.q_len));
+        for (std::int64_t t = 0; t < i.q_len; ++t, ++row)
+          ASSERT_TRUE(together.same_row(row, alone, t, kQHeads))
+              << "page " << page << ", threads " << n << ", row " << row;
+      }
+    }
+  }
+}
+
 // Partial results over page ranges that start at segment boundaries merge to the same bits.
 TEST_P(Invariance, MergedPartialsEqualTheWhole) {
   const Scene s(Format::kF32);
