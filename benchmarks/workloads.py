@@ -33,7 +33,7 @@ def fill(pool: pages.Pool) -> None:
 
 
 class RotatingKv:
-    """Several batches of sequences of equal length in one pool; a timed loop takes another each time.
+    """Batches of sequences of equal length in one pool; a timed loop takes another each time.
 
     Together they are larger than the caches, so that every repetition reads from memory.
     """

@@ -1,4 +1,4 @@
-"""Decoding sequences that share a prompt: one pass over its pages, against a pass for each of them."""
+"""Decoding sequences that share a prompt: one pass over its pages, and a pass for each of them."""
 
 from __future__ import annotations
 
