@@ -51,6 +51,16 @@ struct HeadBlock {
   std::int64_t v_offset_bytes;
   Format k_format;
   Format v_format;
+  // Bytes between tokens of a canonical block; 0: head_dim values, as in our own pages.
+  std::int64_t k_row_bytes = 0;
+  std::int64_t v_row_bytes = 0;
+};
+
+// Pages that are blocks of other engines' tensors: where a layer's K and V start, in place of
+// layer * layer_stride_bytes. Such pages are canonical and have no slice headers.
+struct LayerStart {
+  std::int64_t k_bytes;
+  std::int64_t v_bytes;
 };
 
 // A page class as kernels read it: HeadBlock per KV head (the same for every layer of the class here).
@@ -59,6 +69,7 @@ struct ClassView {
   std::int64_t slice_bytes;
   const HeadBlock* heads;  // [num_kv_heads]
   LayoutId layout;
+  const LayerStart* layers = nullptr;  // [num_layers], see LayerStart; null in our own pages
 };
 
 // Everything a kernel needs to find bytes. The pool owns the memory behind it.

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +17,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/dispatch/table.h"
 #include "kernels/layout/layout.h"
+#include "kernels/layout/tensor_pages.h"
 #include "kernels/merge/merge.h"
 
 namespace py = pybind11;
@@ -24,6 +26,7 @@ namespace kvcore::bindings {
 namespace {
 
 using kernels::AttentionPlan;
+using kernels::TensorPages;
 using Address = std::uintptr_t;
 
 DType dtype_of(int code) {
@@ -55,6 +58,21 @@ const std::int32_t* int32_array(const char* field, const py::array& a, py::ssize
   if (a.shape(rank - 1) > 1 && a.strides(rank - 1) != 4)
     throw ErrorException{invalid_argument(text(field, " is not contiguous in its last dimension"))};
   return static_cast<const std::int32_t*>(a.data());
+}
+
+using Strides = std::array<std::int64_t, 3>;  // bytes: block, head, token
+
+std::unique_ptr<TensorPages> make_tensor_pages(std::vector<Address> k_layers, Strides k_strides,
+                                               std::int64_t k_dim, std::vector<Address> v_layers,
+                                               Strides v_strides, std::int64_t v_dim,
+                                               std::int64_t num_blocks, std::int64_t num_kv_heads,
+                                               std::int64_t page_size, int dtype) {
+  const auto part = [](std::vector<Address>& layers, const Strides& strides, std::int64_t dim) {
+    return kernels::TensorPart{std::move(layers), strides[0], strides[1], strides[2], dim};
+  };
+  return unwrap(TensorPages::make(part(k_layers, k_strides, k_dim), part(v_layers, v_strides, v_dim),
+                                  num_blocks, num_kv_heads, page_size,
+                                  static_cast<Format>(dtype_of(dtype))));
 }
 
 void prepare(AttentionPlan& plan, const py::array& cu_seqlens_q, const py::array& context_lens,
@@ -172,6 +190,13 @@ void bind_plan(py::module_& m) {
            py::arg("num_threads"), py::arg("cpus") = py::none())
       .def_property_readonly("num_threads", &ThreadPool::num_threads)
       .def_property_readonly("spins", &ThreadPool::spins);
+  py::class_<TensorPages>(m, "TensorPages")
+      .def(py::init(&make_tensor_pages), py::arg("k_layers"), py::arg("k_strides"),
+           py::arg("k_dim"), py::arg("v_layers"), py::arg("v_strides"), py::arg("v_dim"),
+           py::arg("num_blocks"), py::arg("num_kv_heads"), py::arg("page_size"), py::arg("dtype"))
+      .def_property_readonly("view_address", [](const TensorPages& t) {
+        return reinterpret_cast<Address>(&t.view());
+      });
   py::class_<AttentionPlan, std::shared_ptr<AttentionPlan>>(m, "AttentionPlan")
       .def(py::init([](Address view, std::int64_t num_q_heads, double scale, ThreadPool* threads) {
              return std::shared_ptr<AttentionPlan>(

@@ -9,6 +9,7 @@ also has a ``*_ptr`` form that takes addresses and strides in elements: the fast
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from kvcore.pages import Pool
 __all__ = [
     "DTYPE_CODES",
     "AttentionPlan",
+    "TensorPages",
+    "TensorSpec",
     "ThreadPool",
     "append_kv",
     "append_kv_ptr",
@@ -164,11 +167,128 @@ def _int32(x: npt.ArrayLike) -> npt.NDArray[Any]:
     return np.asarray(x, dtype=np.int32) if isinstance(x, list | tuple) else np.asarray(x)
 
 
+@dataclass(frozen=True)
+class TensorSpec:
+    """Geometry of :class:`TensorPages`; the fields of :class:`kvcore.pages.PageSpec` it has."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    page_size: int
+    format: str
+
+
+class TensorPages:
+    """Pages in the KV tensors of another engine: every block of a tensor is a page, used in place.
+
+    Args:
+        caches: per layer one tensor [num_blocks, 2, block, heads, head_dim] (index 0 is K, 1 is V),
+            or a pair (k, v) of [num_blocks, block, heads, head_dim]; with ``order="HND"`` heads
+            stand before block. numpy arrays, torch CPU tensors or DLPack objects of float32,
+            float16 or bfloat16; only head_dim has to be contiguous. A view of a tensor with another
+            order of dimensions does as well.
+        order: "NHD" or "HND".
+
+    ``block`` is 16, 32, 64 or 128. :class:`AttentionPlan` takes it in place of a pool; page ids of
+    its block table are block numbers. Blocks are packed on the way to the kernels, which costs
+    decoding about the speed of that copy; the pages of a :class:`kvcore.pages.Pool` need none.
+
+    Raises:
+        InvalidArgument: names the tensor that does not fit.
+        Unsupported: K and V blocks of a layer lie at different distances.
+    """
+
+    def __init__(self, caches: Sequence[Any], order: str = "NHD") -> None:
+        if order not in ("NHD", "HND"):
+            raise InvalidArgument(f"order={order!r} is unknown: allowed 'NHD', 'HND'")
+        if len(caches) == 0:
+            raise InvalidArgument("caches is empty: expected one entry per layer")
+        parts = [_kv_parts(f"caches[{i}]", cache) for i, cache in enumerate(caches)]
+        first, last = parts[0]
+        heads_at, tokens_at = (2, 1) if order == "NHD" else (1, 2)
+        for i, (k, v) in enumerate(parts):
+            for name, part, like in (("k", k, first), ("v", v, last)):
+                if (part.dtype, part.shape, part.strides) != (like.dtype, like.shape, like.strides):
+                    raise InvalidArgument(
+                        f"caches[{i}] {name} is {part.dtype} {list(part.shape)} with strides "
+                        f"{list(part.strides)}: expected those of caches[0]"
+                    )
+        if first.shape[:3] != last.shape[:3] or first.dtype != last.dtype:
+            raise InvalidArgument(
+                f"k is {first.dtype} {list(first.shape)} and v is {last.dtype} "
+                f"{list(last.shape)}: expected the same dtype and all but head_dim equal"
+            )
+        size = 4 if first.dtype == "float32" else 2
+
+        def strides(part: _Tensor) -> tuple[int, int, int]:
+            return (
+                part.strides[0] * size,
+                part.strides[heads_at] * size,
+                part.strides[tokens_at] * size,
+            )
+
+        self.caches = list(caches)  # whose memory this is
+        self.spec = TensorSpec(
+            len(parts),
+            first.shape[heads_at],
+            first.shape[3],
+            last.shape[3],
+            first.shape[tokens_at],
+            {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[first.dtype],
+        )
+        self._pages = _core.kernels.TensorPages(
+            [k.ptr for k, _ in parts],
+            strides(first),
+            first.shape[3],
+            [v.ptr for _, v in parts],
+            strides(last),
+            last.shape[3],
+            first.shape[0],
+            self.spec.num_kv_heads,
+            self.spec.page_size,
+            DTYPE_CODES[first.dtype],
+        )
+
+    @property
+    def view_address(self) -> int:
+        """Address of the kernels' view of these pages."""
+        return self._pages.view_address
+
+
+def _kv_parts(field: str, cache: Any) -> tuple[_Tensor, _Tensor]:
+    """K and V of one layer, each [num_blocks, x, y, head_dim]."""
+    if isinstance(cache, tuple | list):
+        if len(cache) != 2:
+            raise InvalidArgument(f"{field} has {len(cache)} entries: expected (k, v)")
+        k, v = (_describe(f"{field}[{i}]", part, write=True) for i, part in enumerate(cache))
+    else:
+        t = _describe(field, cache, write=True)
+        if len(t.shape) != 5 or t.shape[1] != 2:
+            raise InvalidArgument(
+                f"{field} has shape {list(t.shape)}: expected [num_blocks, 2, ., ., head_dim]"
+            )
+        half = t.strides[1] * (4 if t.dtype == "float32" else 2)
+        shape, strides = (t.shape[0], *t.shape[2:]), (t.strides[0], *t.strides[2:])
+        k, v = (t._replace(ptr=t.ptr + i * half, shape=shape, strides=strides) for i in (0, 1))
+    for name, part in (("k", k), ("v", v)):
+        if part.dtype not in DTYPE_CODES:
+            raise InvalidArgument(
+                f"{field} {name} has dtype {part.dtype}: expected one of {', '.join(DTYPE_CODES)}"
+            )
+        if len(part.shape) != 4 or 0 in part.shape or part.strides[3] != 1:
+            raise InvalidArgument(
+                f"{field} {name} has shape {list(part.shape)} and strides {list(part.strides)}: "
+                "expected four dimensions, none empty, the last contiguous"
+            )
+    return k, v
+
+
 class AttentionPlan(_core.kernels.AttentionPlan):
     """Paged attention of one batch, prepared once and run for every layer.
 
     Args:
-        pool: the pages; must outlive the plan (the plan holds a reference).
+        pool: a Pool or :class:`TensorPages`; must outlive the plan (which holds a reference).
         num_q_heads: a multiple of the pool's KV heads (grouped-query attention).
         scale: softmax scale; None = 1 / sqrt(head_dim_k).
         threads: a :class:`ThreadPool`, or None for the calling thread alone.
@@ -179,7 +299,7 @@ class AttentionPlan(_core.kernels.AttentionPlan):
 
     def __init__(
         self,
-        pool: Pool,
+        pool: Pool | TensorPages,
         num_q_heads: int,
         scale: float | None = None,
         threads: _core.kernels.ThreadPool | None = None,

@@ -18,6 +18,7 @@ struct Piece {  // consecutive tokens of one page inside one step, for one KV he
   int first, count;  // in the step
   int lanes;         // tokens of one K block row
   Format k_format, v_format;
+  const HeadBlock* head;
 };
 
 struct Step {
@@ -67,19 +68,21 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
     const PageRecord& record = pv.records[u.block_row[(start + i) / page]];
     const ClassView& cls = pv.classes[record.class_id];
     const HeadBlock& head = cls.heads[h];
-    const char* slice = reinterpret_cast<const char*>(pv.arena) + record.offset_bytes +
-                        u.layer * cls.layer_stride_bytes;
+    const char* page_data = reinterpret_cast<const char*>(pv.arena) + record.offset_bytes;
+    const std::int64_t layer = u.layer * cls.layer_stride_bytes;
+    const LayerStart start = cls.layers != nullptr ? cls.layers[u.layer] : LayerStart{layer, layer};
     Piece& p = step.pieces[step.num_pieces++];
     p.first = static_cast<int>(i);
     p.lanes = static_cast<int>(at_most(page, kTokenBlock));
     p.count = p.lanes;  // steps and pages start at multiples of it
     p.k_format = head.k_format;
     p.v_format = head.v_format;
-    p.k = slice + head.k_offset_bytes;
-    p.v = slice + head.v_offset_bytes;
+    p.k = page_data + start.k_bytes + head.k_offset_bytes;
+    p.v = page_data + start.v_bytes + head.v_offset_bytes;
     p.k_ahead = p.v_ahead = 0;
     p.v_tokens = page;
     p.v_first = in_page;
+    p.head = &head;
     if (cls.layout == LayoutId::kPacked) {
       step.packed = true;
       reach(u, in_page, p);
@@ -97,7 +100,7 @@ void pack_pieces(const AttendUnit& u, Step& step) {
     Piece& p = step.pieces[i];
     char* k_out = u.scratch->packed + std::int64_t{p.first} * (dk + dv) * 4;
     char* v_out = k_out + std::int64_t{p.count} * dk * 4;
-    u.pack(p.k, p.v, p.v_first, p.count, dk, dv, p.k_format, p.v_format, k_out, v_out);
+    u.pack(p.k, p.v, p.v_first, p.count, dk, dv, *p.head, k_out, v_out);
     p.k = k_out;
     p.v = v_out;
     p.v_tokens = p.count;

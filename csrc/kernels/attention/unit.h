@@ -36,8 +36,8 @@ struct Scratch {
 // Packs `count` tokens (16, 32 or 64) of a canonical head block, from token `first`, into blocks
 // that read like a page of `count` tokens: K [Dk/..][count].., V per dim block.
 using PackTokens = void (*)(const char* k, const char* v, std::int64_t first, std::int64_t count,
-                            std::int32_t head_dim_k, std::int32_t head_dim_v, Format k_format,
-                            Format v_format, char* k_out, char* v_out);
+                            std::int32_t head_dim_k, std::int32_t head_dim_v, const HeadBlock& head,
+                            char* k_out, char* v_out);
 
 // Where a fold finds the rows of one segment: rows [head][tokens][group] from `row` on, of which this
 // unit's tokens are those from `token` on.

@@ -16,6 +16,7 @@ struct BlockShape {
   std::int64_t dim;
   Format format;
   LayoutId layout;
+  std::int64_t row_bytes = 0;  // canonical: between tokens; 0: dim values
 };
 
 // A block of rows: token i at data + i * stride_bytes.
@@ -59,8 +60,9 @@ template <bool kOut, class RowsT, class BlockT>
 void move_canonical(const BlockShape& s, BlockT* block, std::int64_t first, std::int64_t count,
                     RowsT rows) {
   const std::int64_t bytes = s.dim * size_of(s.format);
+  const std::int64_t pitch = s.row_bytes != 0 ? s.row_bytes : bytes;
   for (std::int64_t i = 0; i < count; ++i)
-    copy<kOut>(rows.data + i * rows.stride_bytes, block + (first + i) * bytes, bytes);
+    copy<kOut>(rows.data + i * rows.stride_bytes, block + (first + i) * pitch, bytes);
 }
 
 template <bool kOut, class RowsT, class BlockT>

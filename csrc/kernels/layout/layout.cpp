@@ -13,14 +13,19 @@ constexpr std::int64_t kChunk = 16;  // tokens converted at a time
 constexpr std::int64_t kMaxDim = 1024;
 
 struct SliceRef {
-  std::byte* data;
+  std::byte* data;  // where K's offsets count from: the slice itself, but in foreign tensors
+  std::byte* v_data;
   const ClassView* cls;
 };
 
 SliceRef slice_of(const PagesView& pages, std::int64_t page, std::int64_t layer) {
   const PageRecord& record = pages.records[page];
   const ClassView& cls = pages.classes[record.class_id];
-  return {pages.arena + record.offset_bytes + layer * cls.layer_stride_bytes, &cls};
+  std::byte* page_data = pages.arena + record.offset_bytes;
+  const std::int64_t layer_bytes = layer * cls.layer_stride_bytes;
+  const LayerStart start =
+      cls.layers != nullptr ? cls.layers[layer] : LayerStart{layer_bytes, layer_bytes};
+  return {page_data + start.k_bytes, page_data + start.v_bytes, &cls};
 }
 
 Status check(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
@@ -101,29 +106,33 @@ void write_tokens(const PagesView& pages, std::int64_t page, std::int64_t layer,
                   std::int64_t count, TokenRows k, TokenRows v, DType dtype) {
   if (count == 0) return;
   const SliceRef slice = slice_of(pages, page, layer);
-  if (first == 0) write_header(slice, pages.records[page], layer);
-  char* data = reinterpret_cast<char*>(slice.data);
+  if (first == 0 && slice.cls->layers == nullptr) write_header(slice, pages.records[page], layer);
+  char *k_data = reinterpret_cast<char*>(slice.data),
+       *v_data = reinterpret_cast<char*>(slice.v_data);
   const std::int64_t value = size_of(dtype);
   for (std::int32_t h = 0; h < pages.num_kv_heads; ++h) {
     const HeadBlock& head = slice.cls->heads[h];
     const LayoutId layout = slice.cls->layout;
-    write_head(Part::kK, {pages.page_size, pages.head_dim_k, head.k_format, layout},
-               data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
+    write_head(Part::kK, {pages.page_size, pages.head_dim_k, head.k_format, layout, head.k_row_bytes},
+               k_data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
                k.stride, dtype);
-    write_head(Part::kV, {pages.page_size, pages.head_dim_v, head.v_format, layout},
-               data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
+    write_head(Part::kV, {pages.page_size, pages.head_dim_v, head.v_format, layout, head.v_row_bytes},
+               v_data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
                v.stride, dtype);
   }
 }
 
 void pack_tokens(const char* k, const char* v, std::int64_t first, std::int64_t count,
-                 std::int32_t head_dim_k, std::int32_t head_dim_v, Format k_format, Format v_format,
+                 std::int32_t head_dim_k, std::int32_t head_dim_v, const HeadBlock& head,
                  char* k_out, char* v_out) {
-  const std::int64_t k_row = head_dim_k * size_of(k_format), v_row = head_dim_v * size_of(v_format);
-  move_rows<false>(Part::kK, {count, head_dim_k, k_format, LayoutId::kPacked}, k_out, 0, count,
-                   Rows<const char>{k + first * k_row, k_row});
-  move_rows<false>(Part::kV, {count, head_dim_v, v_format, LayoutId::kPacked}, v_out, 0, count,
-                   Rows<const char>{v + first * v_row, v_row});
+  const auto rows_of = [&](const char* block, std::int64_t row_bytes, std::int64_t dim, Format f) {
+    const std::int64_t stride = row_bytes != 0 ? row_bytes : dim * size_of(f);
+    return Rows<const char>{block + first * stride, stride};
+  };
+  move_rows<false>(Part::kK, {count, head_dim_k, head.k_format, LayoutId::kPacked}, k_out, 0, count,
+                   rows_of(k, head.k_row_bytes, head_dim_k, head.k_format));
+  move_rows<false>(Part::kV, {count, head_dim_v, head.v_format, LayoutId::kPacked}, v_out, 0, count,
+                   rows_of(v, head.v_row_bytes, head_dim_v, head.v_format));
 }
 
 Status append_kv(const PagesView& pages, std::int64_t layer, TokenRows k, TokenRows v, DType dtype,
@@ -176,16 +185,17 @@ Status unpack_slice(const PagesView& pages, std::int64_t page, std::int64_t laye
   KVCORE_RETURN_IF_ERROR(check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, count));
   KVCORE_RETURN_IF_ERROR(check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, count));
   const SliceRef slice = slice_of(pages, page, layer);
-  const char* data = reinterpret_cast<const char*>(slice.data);
+  const char *k_data = reinterpret_cast<const char*>(slice.data),
+             *v_data = reinterpret_cast<const char*>(slice.v_data);
   const std::int64_t value = size_of(dtype);
   for (std::int32_t h = 0; h < pages.num_kv_heads; ++h) {
     const HeadBlock& head = slice.cls->heads[h];
     const LayoutId layout = slice.cls->layout;
-    read_head(Part::kK, {pages.page_size, pages.head_dim_k, head.k_format, layout},
-              data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
+    read_head(Part::kK, {pages.page_size, pages.head_dim_k, head.k_format, layout, head.k_row_bytes},
+              k_data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
               k.stride, dtype);
-    read_head(Part::kV, {pages.page_size, pages.head_dim_v, head.v_format, layout},
-              data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
+    read_head(Part::kV, {pages.page_size, pages.head_dim_v, head.v_format, layout, head.v_row_bytes},
+              v_data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
               v.stride, dtype);
   }
   return {};
@@ -203,6 +213,8 @@ Status copy_pages(const PagesView& pages, std::span<const std::int64_t> from,
       return invalid_argument(
           text("page ", from[i], " is of class ", pages.records[from[i]].class_id, " and page ",
                to[i], " of class ", pages.records[to[i]].class_id, ": expected the same class"));
+    if (pages.classes[pages.records[from[i]].class_id].layers != nullptr)
+      return Error{ErrorCode::kUnsupported, "pages of another engine's tensors are not copied"};
   }
   for (std::size_t i = 0; i < from.size(); ++i) {
     if (from[i] == to[i]) continue;

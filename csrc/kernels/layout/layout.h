@@ -44,7 +44,7 @@ void write_tokens(const PagesView& pages, std::int64_t page, std::int64_t layer,
 
 // Unchecked: see PackTokens in attention/unit.h.
 void pack_tokens(const char* k, const char* v, std::int64_t first, std::int64_t count,
-                 std::int32_t head_dim_k, std::int32_t head_dim_v, Format k_format, Format v_format,
+                 std::int32_t head_dim_k, std::int32_t head_dim_v, const HeadBlock& head,
                  char* k_out, char* v_out);
 
 }  // namespace kvcore::kernels

@@ -9,6 +9,23 @@ class ThreadPool:
     @property
     def spins(self) -> bool: ...
 
+class TensorPages:
+    def __init__(
+        self,
+        k_layers: list[int],
+        k_strides: tuple[int, int, int],
+        k_dim: int,
+        v_layers: list[int],
+        v_strides: tuple[int, int, int],
+        v_dim: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        page_size: int,
+        dtype: int,
+    ) -> None: ...
+    @property
+    def view_address(self) -> int: ...
+
 class AttentionPlan:
     def __init__(
         self,
