@@ -73,7 +73,11 @@ class Router:
     # The control socket.
 
     async def _serve(self, connection: wire.Connection) -> None:
-        kind, hello = await asyncio.wait_for(connection.recv(), _HELLO_S)
+        try:
+            kind, hello = await asyncio.wait_for(connection.recv(), _HELLO_S)
+        except asyncio.TimeoutError:
+            await connection.close(f"no hello within {_HELLO_S:g} s")
+            return
         if kind != "hello":
             await connection.close(f"expected hello, got {kind}")
             return

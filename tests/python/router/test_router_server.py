@@ -10,6 +10,7 @@ import pytest
 from kvcore import wire
 from kvcore.errors import PeerDead
 from kvcore.prefix import ClusterIndex
+from kvcore.router import server
 from kvcore.router.dispatch import Dispatcher
 from kvcore.router.server import Router
 
@@ -48,3 +49,22 @@ def test_a_worker_that_does_not_fit_hears_why(
         await router.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_peer_that_says_nothing_is_sent_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "_HELLO_S", 0.1)
+
+    async def main() -> None:
+        dispatcher = Dispatcher(ClusterIndex(), lambda worker, tokens: (b"", []))
+        router = Router(dispatcher, f"unix:{tmp_path}/r.sock", KEY)
+        await router.start()
+        silent = await wire.connect(router.address, KEY, "decode")
+        with pytest.raises(PeerDead, match=r"closed by the peer: no hello within 0\.1 s"):
+            await silent.recv()
+        await silent.close()
+        await router.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert not [r for r in caplog.records if r.exc_info]
