@@ -70,7 +70,9 @@ class RouterConfig:
         2.0, "silence after which a worker is dead (a local one that runs: 5 times)", low=0.1
     )
     max_attempts: int = _opt(3, "times one request is dispatched", low=1, high=10)
-    rejoin_wait_s: float = _opt(1.0, "wait for a lost worker to be replaced", low=0, high=60)
+    rejoin_wait_s: float = _opt(
+        1.0, "wait for a lost worker that nothing here restarts", low=0, high=60
+    )
 
 
 @dataclasses.dataclass(frozen=True)

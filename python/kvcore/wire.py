@@ -47,6 +47,7 @@ DEFAULT_MAX_FRAME_BYTES: int = _core.wire.DEFAULT_MAX_FRAME_BYTES
 HANDSHAKE_TIMEOUT_S = 2.0
 MAX_PENDING_HANDSHAKES = 64
 _READ_BYTES = 256 * 1024
+_SERVER_CLOSES = "the server closes"
 _SEND_HIGH_BYTES = 1024 * 1024
 
 Session = _core.wire.Session
@@ -131,6 +132,7 @@ class Connection:
         self.address = address
         self.closed_in_order = False
         """The peer said goodbye before its end of the stream."""
+        self._goodbye = ""
 
     @property
     def peer_role(self) -> str:
@@ -173,12 +175,13 @@ class Connection:
     async def recv(self) -> tuple[str, Fields]:
         """The next message as (kind, fields).
 
-        Raises: PeerDead at the end (``closed_in_order`` tells which), Corrupt for a frame that is
+        Raises: PeerDead at the end (``closed_in_order`` tells which; the reason, if the peer gave
+        one), Corrupt for a frame that is
         malformed or fails its MAC; after either nothing more comes.
         """
         while not self._inbox:
             if self.closed_in_order:
-                raise PeerDead(f"{self.address}: closed by the peer")
+                raise PeerDead(f"{self.address}: closed by the peer{self._goodbye}")
             try:
                 data = await self._reader.read(_READ_BYTES)
             except OSError as e:
@@ -194,6 +197,7 @@ class Connection:
         kind, fields = self._inbox.popleft()
         if kind == "goodbye":
             self.closed_in_order = True
+            self._goodbye = f": {fields['reason']}" if fields["reason"] else ""
             self._inbox.clear()
             return await self.recv()
         return kind, fields
@@ -290,6 +294,7 @@ class Server:
         self._role = role
         self._max_frame_bytes = max_frame_bytes
         self._pending = 0
+        self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
         self._server: asyncio.AbstractServer | None = None
@@ -333,24 +338,26 @@ class Server:
             self._pending -= 1
         self._connections.add(connection)
         try:
-            await self._handler(connection)
+            if not self._closing:  # else its handshake was under way when all others were told
+                await self._handler(connection)
         except KvcoreError as e:
             log.warning("connection %s ended: %s", connection.address, e)
         except Exception:
             log.exception("handler of %s failed", connection.address)
         finally:
             self._connections.discard(connection)
-            await connection.close()
+            await connection.close(_SERVER_CLOSES if self._closing else "")
 
     async def close(self) -> None:
         """Stop listening, say goodbye on every connection, wait for the handlers to end."""
+        self._closing = True
         if self._server is not None:
             self._server.close()
         if self._unix_path is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._unix_path)
             self._unix_path = None
-        await asyncio.gather(*(c.close("server closes") for c in list(self._connections)))
+        await asyncio.gather(*(c.close(_SERVER_CLOSES) for c in list(self._connections)))
         tasks = [t for t in self._tasks if t is not asyncio.current_task()]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=1.0)

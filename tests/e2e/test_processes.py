@@ -162,6 +162,19 @@ async def test_killed_workers_are_survived(tmp_path: Path, tiny_path: Path, tiny
         assert got == alone(tiny, prompt(700), 20)
         await made.quiet()
 
+        stream = made.submit(tokens, 400)  # a worker that stands still for a while
+        first = await asyncio.wait_for(stream.next(), 60)
+        pid = made.pid_at("decode")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await made.until(lambda: len(made.workers) == 1)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        got, done = await made.answer(stream)
+        assert [*first.ids, *got] == alone(tiny, tokens, 400)
+        assert done.attempts == 2
+        await made.quiet()
+
 
 @pytest.mark.nightly
 @scenario

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _NOBODY: AbstractSet[bytes] = frozenset()
 _MIN_RATED_TOKENS = 64  # a shorter prefill says little about the rate
+_TOO_LATE = Failure("timeout", "the request's deadline passed")
 _NO_WORKERS = Failure("no_workers", "no worker is ready to serve this request", 1.0)
 KeysOf = Callable[[Worker, Sequence[int]], "tuple[bytes, list[bytes]]"]
 
@@ -54,9 +55,9 @@ class Dispatcher:
         index: who holds which key, rebuilt from the workers' events.
         keys_of: (a worker, tokens) -> (namespace digest of what it runs, keys of whole units).
         max_queue: requests that may wait here; more are refused with ``no_capacity``.
-        max_wait_s: longest wait here.
+        max_wait_s: longest wait here, for room or for a worker that is on its way (``expect``).
         max_attempts: times one request is dispatched.
-        rejoin_wait_s: how long a request waits while no worker can serve it.
+        rejoin_wait_s: how long a request waits while no worker can serve it and none is expected.
         heartbeat_timeout_s: silence after which a worker is given up.
     """
 
@@ -82,6 +83,7 @@ class Dispatcher:
         self._attempts: dict[bytes, Flight] = {}
         self._waiting: collections.deque[Flight] = collections.deque()
         self._actions: list[Action] = []
+        self._expected: AbstractSet[str] = frozenset()
         self._now = 0.0
         self._room = False  # something changed that may let a waiting request go
 
@@ -152,6 +154,14 @@ class Dispatcher:
             self._pump()
         return self._take()
 
+    def expect(self, roles: AbstractSet[str], now: float) -> list[Action]:
+        """The roles whose workers somebody starts again when they die: a request that only lacks
+        those waits for them instead of failing soon."""
+        self._now = now
+        self._expected, self._room = frozenset(roles), True
+        self._pump()
+        return self._take()
+
     def stalled(self, seconds: float) -> None:
         """The router itself stood still: what workers sent meanwhile is not read yet."""
         for worker in self.workers.values():
@@ -178,12 +188,11 @@ class Dispatcher:
         self._now = now
         for flight in list(self._flights.values()):
             if now >= flight.ask.deadline:
-                self._fail(flight, Failure("timeout", "the request's deadline passed"))
+                self._fail(flight, _TOO_LATE)
             elif flight.phase is Phase.WAITING and now >= flight.give_up:
                 self._fail(flight, flight.facts.get("error") or _NO_WORKERS)
             elif flight.phase is Phase.WAITING and now >= flight.since + self._max_wait_s:
-                text = f"no worker had room for {self._max_wait_s:g} s; try again later"
-                self._fail(flight, self._busy(text))
+                self._fail(flight, self._waited_long(flight))
         self._pump()
         return self._take()
 
@@ -314,13 +323,17 @@ class Dispatcher:
         if not self._room:
             return
         serving = self.ready()
+        hopeful = serving or can_serve(self.workers.values(), self._expected)
         for flight in self._waiting:
-            if serving:
+            if hopeful:
                 flight.give_up = math.inf
             elif flight.give_up == math.inf:
                 flight.give_up = self._now + self._rejoin_wait_s
         while self._waiting and serving:
             flight = self._waiting[0]
+            if self._now >= flight.ask.deadline:
+                self._fail(flight, _TOO_LATE)
+                continue
             if flight.keys is None:
                 any_worker = next(iter(self.workers.values()))
                 flight.namespace, flight.keys = self._keys_of(any_worker, flight.tokens)
@@ -468,6 +481,11 @@ class Dispatcher:
             queue_s=known.get("queue_s", 0.0) + known.get("wait_s", 0.0),
             attempts=flight.attempts,
         )
+
+    def _waited_long(self, flight: Flight) -> Failure:
+        if not self.ready():
+            return flight.facts.get("error") or _NO_WORKERS
+        return self._busy(f"no worker had room for {self._max_wait_s:g} s; try again later")
 
     def _busy(self, text: str) -> Failure:
         self.counters["refused"] += 1

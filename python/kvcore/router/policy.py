@@ -47,9 +47,9 @@ def choose(
     return group[choice.prefill], group[choice.decode]
 
 
-def can_serve(workers: Iterable[Worker]) -> bool:
-    """Whether the roles at hand can answer at all."""
-    roles = {w.role for w in workers if not w.draining}
+def can_serve(workers: Iterable[Worker], more: AbstractSet[str] = frozenset()) -> bool:
+    """Whether the roles at hand, and ``more``, can answer at all."""
+    roles = {w.role for w in workers if not w.draining} | more
     return "mono" in roles or roles >= {"prefill", "decode"}
 
 

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 
 from kvcore import wire
 from kvcore.errors import Corrupt, KvcoreError, PeerDead
@@ -61,6 +62,10 @@ class Router:
         if self._server is not None:
             await self._server.close()
 
+    def expect(self, roles: AbstractSet[str]) -> None:
+        """The roles whose workers are started again when they die."""
+        self.act(self.dispatcher.expect(roles, self.now()))
+
     def now(self) -> float:
         """The clock, seconds."""
         return time.monotonic()
@@ -68,7 +73,11 @@ class Router:
     # The control socket.
 
     async def _serve(self, connection: wire.Connection) -> None:
-        kind, hello = await asyncio.wait_for(connection.recv(), _HELLO_S)
+        try:
+            kind, hello = await asyncio.wait_for(connection.recv(), _HELLO_S)
+        except asyncio.TimeoutError:
+            await connection.close(f"no hello within {_HELLO_S:g} s")
+            return
         if kind != "hello":
             await connection.close(f"expected hello, got {kind}")
             return
@@ -80,6 +89,8 @@ class Router:
         refusal = self.dispatcher.refusal(worker)
         if refusal:
             log.error("refused a worker (pid %d): %s", worker.pid, refusal)
+            answer = {"request_id": bytes(16), "code": "refused", "message": refusal}
+            connection.send_nowait("failed", answer)  # in place of hello_ack
             await connection.close(refusal)
             return
         old = self._connections.pop(worker_id, None)

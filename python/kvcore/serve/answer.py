@@ -6,16 +6,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from kvcore.router.state import Ask, Done, Failure
-from kvcore.serve.errors import ApiError, from_failure
+from kvcore.serve.errors import ApiError, JsonAnswer, encode_json, from_failure, internal_error
 from kvcore.serve.generation import Assembler, Backend
 from kvcore.serve.metrics import Metrics, RequestClock
 from kvcore.serve.protocol import Params
@@ -23,6 +24,7 @@ from kvcore.serve.shapes import Piece, Shape, facts, usage
 from kvcore.serve.text import TextCodec
 
 log = logging.getLogger("kvcore.serve")
+KEEP_ALIVE_S = 2.0
 Emit = Callable[[int, Piece], Awaitable[None]]
 
 
@@ -49,12 +51,20 @@ class Answer(Response):
         self._params, self._shape, self._asks = params, shape, asks
         self._begun: set[int] = set()
         self._started = False
+        self._last_sent = 0.0
         self._path = path
         self._outcome = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
-        work = asyncio.create_task(self._work(scope, receive, send))
+
+        async def tell(message: Message) -> None:
+            try:
+                await send(message)
+            except OSError as error:
+                raise ClientDisconnect from error
+
+        work = asyncio.create_task(self._work(scope, receive, tell))
         leave = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait({work, leave}, return_when=asyncio.FIRST_COMPLETED)
@@ -70,20 +80,24 @@ class Answer(Response):
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if self._params.stream:
-                await self._stream(send)
-            else:
-                await (await self._whole())(scope, receive, send)
-        except ApiError as error:
-            self._outcome = error.status
-            self._metrics.errors.labels(error.code or error.kind).inc()
-            if self._started:
-                await self._event(send, error.body())
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-            else:
-                await error.response()(scope, receive, send)
-        except OSError as error:  # the client went while we were sending
-            log.debug("client gone: %s", error)
+            await (self._stream(send) if self._params.stream else self._whole(scope, receive, send))
+        except ClientDisconnect:
+            log.debug("%s: the client left while it was sent its answer", self._path)
+        except Exception as error:  # whatever it is, a stream never ends without a word
+            if not isinstance(error, ApiError):
+                log.exception("%s failed", self._path)
+                error = internal_error()
+            with contextlib.suppress(ClientDisconnect):
+                await self._refuse(error, scope, receive, send)
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        self._outcome = error.status
+        self._metrics.errors.labels(error.code or error.kind).inc()
+        if self._started:
+            await self._event(send, error.body())
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:
+            await error.response()(scope, receive, send)
 
     async def _run_all(self, emit: Emit) -> list[Done]:
         tasks = [
@@ -123,7 +137,7 @@ class Answer(Response):
         finally:
             stream.cancel()
 
-    async def _whole(self) -> Response:
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         pieces = [Piece() for _ in self._asks]
 
         async def keep(index: int, piece: Piece) -> None:
@@ -135,7 +149,8 @@ class Answer(Response):
             for index, (piece, ask) in enumerate(zip(pieces, self._asks, strict=True))
         ]
         body = {**self._shape.head(chunk=False), "choices": choices}
-        return JSONResponse({**body, "usage": usage(dones), "kvcore": facts(dones)})
+        answer = JsonAnswer({**body, "usage": usage(dones), "kvcore": facts(dones)})
+        await answer(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         async def emit(index: int, piece: Piece) -> None:
@@ -148,12 +163,27 @@ class Answer(Response):
                 event["usage"] = None
             await self._event(send, event)
 
-        dones = await self._run_all(emit)
+        alive = asyncio.create_task(self._keep_alive(send))
+        try:
+            dones = await self._run_all(emit)
+        finally:
+            alive.cancel()
+            await asyncio.gather(alive, return_exceptions=True)
         if self._params.include_usage:
             last = {**self._shape.head(chunk=True), "choices": [], "usage": usage(dones)}
             await self._event(send, {**last, "kvcore": facts(dones)})
         done = {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
         await send(done)
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Comment lines in a stream that stands still, while its worker is started again perhaps:
+        clients and proxies give up connections that are silent for a few seconds."""
+        while True:
+            quiet_s = time.monotonic() - self._last_sent if self._started else 0.0
+            if quiet_s >= KEEP_ALIVE_S:
+                await self._body(send, b": waiting\n\n")
+                quiet_s = 0.0
+            await asyncio.sleep(KEEP_ALIVE_S - quiet_s)
 
     async def _event(self, send: Send, value: Any) -> None:
         if not self._started:
@@ -164,6 +194,8 @@ class Answer(Response):
                 (b"x-accel-buffering", b"no"),
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-        data = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        body = f"data: {data}\n\n".encode()
+        await self._body(send, b"data: " + encode_json(value) + b"\n\n")
+
+    async def _body(self, send: Send, body: bytes) -> None:
+        self._last_sent = time.monotonic()
         await send({"type": "http.response.body", "body": body, "more_body": True})

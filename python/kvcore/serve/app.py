@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import secrets
 import time
@@ -14,14 +13,14 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcore.config import HttpConfig
 from kvcore.router.state import Ask
 from kvcore.serve.answer import Answer
-from kvcore.serve.errors import ApiError
+from kvcore.serve.errors import ApiError, JsonAnswer, encode_json, internal_error
 from kvcore.serve.generation import Backend
 from kvcore.serve.metrics import Metrics
 from kvcore.serve.protocol import Params, parse_chat, parse_completion, parse_json
@@ -39,7 +38,7 @@ class TooLarge(Response):
     sending gets to read the answer instead of a reset connection."""
 
     def __init__(self, error: ApiError) -> None:
-        super().__init__(json.dumps(error.body()).encode(), 413, media_type="application/json")
+        super().__init__(encode_json(error.body()), 413, media_type="application/json")
         self.headers["Connection"] = "close"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,11 +198,11 @@ class Front:
         return Answer(self._backend, self._codec, self._metrics, params, shape, asks, path)
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card(self._names[0])]})
+        return JsonAnswer({"object": "list", "data": [self._card(self._names[0])]})
 
     async def _model(self, request: Request) -> Response:
         self._check_model(request.path_params["model"])
-        return JSONResponse(self._card(request.path_params["model"]))
+        return JsonAnswer(self._card(request.path_params["model"]))
 
     def _card(self, name: str) -> dict[str, Any]:
         limit = min(self._codec.max_context, self._backend.max_context() or 2**31)
@@ -214,7 +213,7 @@ class Front:
         ready = self._backend.ready()
         status = "ok" if ready else "workers are not ready"
         body = {"status": status, "workers": self._backend.roles()}
-        return JSONResponse(body, status_code=200 if ready else 503)
+        return JsonAnswer(body, status_code=200 if ready else 503)
 
     async def _show_metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
@@ -255,6 +254,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _server_error(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return ApiError(
-        500, "internal error of the server; its log has the details", kind="server_error"
-    ).response()
+    return internal_error().response()

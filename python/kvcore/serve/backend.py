@@ -7,6 +7,8 @@ import asyncio
 from kvcore.router.server import Router
 from kvcore.router.state import Ask, Done, Failure, Output
 
+_SHUTTING_DOWN = Failure("shutting_down", "the server is shutting down", 1.0)
+
 
 class ClientStream:
     """The outputs of one request, in order; belongs to one client task."""
@@ -38,11 +40,15 @@ class RouterBackend:
     def __init__(self, router: Router) -> None:
         self._router, self._dispatcher = router, router.dispatcher
         self._streams: dict[bytes, ClientStream] = {}
+        self._closed = False
         router.deliver = self._deliver
 
     def submit(self, ask: Ask) -> ClientStream:
         """Start a request."""
         stream = ClientStream(self, ask.request_id)
+        if self._closed:
+            stream.put(_SHUTTING_DOWN)
+            return stream
         self._streams[ask.request_id] = stream
         self._router.act(self._dispatcher.submit(ask, self.now()))
         return stream
@@ -57,14 +63,15 @@ class RouterBackend:
         self._router.act(self._dispatcher.cancel(request_id, self.now()))
 
     def close(self) -> None:
-        """Fail what is still under way."""
-        for stream in self._streams.values():
-            stream.put(Failure("worker_lost", "the server is shutting down"))
-        self._streams.clear()
+        """Fail what is still under way, free its workers, and refuse what comes."""
+        self._closed = True
+        for request_id, stream in reversed(list(self._streams.items())):  # the waiting ones first
+            stream.put(_SHUTTING_DOWN)
+            self.cancel(request_id)
 
     def ready(self) -> bool:
         """Whether a request could be served now."""
-        return self._dispatcher.ready()
+        return not self._closed and self._dispatcher.ready()
 
     def roles(self) -> dict[str, int]:
         """Live workers by role."""

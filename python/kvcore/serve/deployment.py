@@ -30,6 +30,9 @@ from kvcore.serve.metrics import Metrics, Snapshot
 from kvcore.serve.text import TextCodec
 
 log = logging.getLogger("kvcore.serve")
+_CLIENTS_GRACE_S = 1.0
+_WORKERS_GRACE_S = 1.5
+"""At the end no request is left, so both are short: for the last words, and for tidying up."""
 
 
 def read_api_key(config: Config) -> str:
@@ -131,7 +134,7 @@ class Deployment:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
-        """Stop everything, workers last seen first."""
+        """End all requests, the HTTP front, the workers and the router, in this order."""
         await self._stack.aclose()
 
     async def _start(self) -> None:
@@ -141,22 +144,23 @@ class Deployment:
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="kvcore-"))
         stack.callback(shutil.rmtree, self.runtime_dir, ignore_errors=True)
         self.router = self._make_router()
-        self.backend = RouterBackend(self.router)
         stack.push_async_callback(self.router.close)
-        stack.callback(self.backend.close)
         await self.router.start()
-        metrics = Metrics(self._snapshot)
-        app = Front(self.backend, self._codec, config.http, self._names, metrics, api_key).app()
-        await self._serve_http(app, sock)
-        host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
-        self.url = f"http://{host}:{sock.getsockname()[1]}"
         specs = self._specs
         if specs is None:
             specs = worker_specs(
                 config, self._model, self.router.address, self.key_file, self.runtime_dir
             )
-        self.launcher = Launcher(specs, config.fleet.max_restarts)
-        stack.push_async_callback(self.launcher.stop)
+        self.launcher = Launcher(specs, config.fleet.max_restarts, self.router.expect)
+        stack.push_async_callback(self.launcher.stop, _WORKERS_GRACE_S)
+        self.backend = RouterBackend(self.router)
+        metrics = Metrics(self._snapshot)
+        app = Front(self.backend, self._codec, config.http, self._names, metrics, api_key).app()
+        await self._serve_http(app, sock)
+        host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
+        self.url = f"http://{host}:{sock.getsockname()[1]}"
+        # Last in, so first when all ends: clients hear why before anything they wait for is gone.
+        stack.callback(self.backend.close)
         self.launcher.start()
 
     def _make_router(self) -> Router:
@@ -186,7 +190,6 @@ class Deployment:
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
-                timeout_graceful_shutdown=5,
                 server_header=False,
             )
         )
@@ -194,7 +197,11 @@ class Deployment:
 
         async def stop() -> None:
             server.should_exit = True
-            await asyncio.wait([task])
+            _, late = await asyncio.wait([task], timeout=_CLIENTS_GRACE_S)
+            if late:  # clients that do not read, or are still sending: to us they have left
+                for client in list(server.server_state.connections):
+                    client.transport.abort()
+                await asyncio.wait([task])
 
         self._stack.push_async_callback(stop)
         while not server.started and not task.done():

@@ -1,12 +1,28 @@
-"""Errors in the OpenAI shape."""
+"""Errors in the OpenAI shape, and the JSON that all answers are written in."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from kvcore.router.state import Failure
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON in UTF-8. A lone surrogate, which a client may send in a field's name and the command
+    line in a model's, has no UTF-8: it is written as its escape."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+class JsonAnswer(JSONResponse):
+    """A JSON answer whose texts may be anything."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return encode_json(content)
 
 
 class ApiError(Exception):
@@ -41,19 +57,26 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> JSONResponse:
+    def response(self) -> JsonAnswer:
         """The HTTP answer."""
         headers = {}
         if self.retry_after_s > 0:
             headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+        return JsonAnswer(self.body(), status_code=self.status, headers=headers)
+
+
+def internal_error() -> ApiError:
+    """What a client hears of a fault of ours; the log has the rest."""
+    text = "internal error of the server; its log has the details"
+    return ApiError(500, text, kind="server_error")
 
 
 _BY_CODE = {
     "no_capacity": (429, "rate_limit_error"),
     "no_workers": (503, "service_unavailable_error"),
+    "shutting_down": (503, "service_unavailable_error"),
     "worker_lost": (503, "service_unavailable_error"),
     "timeout": (504, "timeout_error"),
     "invalid_argument": (400, "invalid_request_error"),

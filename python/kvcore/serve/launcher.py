@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvcore.config import Config
@@ -32,10 +32,11 @@ class WorkerFailed(KvcoreError):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSpec:
-    """One worker process: a name for the logs and its command line."""
+    """One worker process: a name for the logs, its command line, and the worker's role."""
 
     name: str
     argv: tuple[str, ...]
+    role: str
 
 
 def worker_specs(
@@ -54,7 +55,7 @@ def worker_specs(
             argv += ["--cpus", ",".join(map(str, own))]
         for field in dataclasses.fields(worker):
             argv += ["--" + field.name.replace("_", "-"), str(getattr(worker, field.name))]
-        specs.append(ProcessSpec(f"{role}-{index}", tuple(argv)))
+        specs.append(ProcessSpec(f"{role}-{index}", tuple(argv), role))
     return specs
 
 
@@ -73,21 +74,35 @@ class Launcher:
     """Keeps the processes of ``specs`` alive.
 
     ``failed`` resolves with WorkerFailed when one ends with a fatal code, or more than
-    ``max_restarts`` times a minute.
+    ``max_restarts`` times a minute. ``tell(roles)`` is called with the roles that are kept alive
+    whenever these change.
     """
 
-    def __init__(self, specs: Sequence[ProcessSpec], max_restarts: int) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        max_restarts: int,
+        tell: Callable[[set[str]], None] = lambda roles: None,
+    ) -> None:
         self._specs = list(specs)
+        self._tell = tell
         self._max_restarts = max_restarts
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self.restarts = 0
         self.failed: asyncio.Future[WorkerFailed] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
         """Start all processes."""
         self._keepers = [asyncio.create_task(self._keep(spec)) for spec in self._specs]
+        for keeper in self._keepers:
+            keeper.add_done_callback(lambda _: self._tell_roles())
+        self._tell_roles()
+
+    def _tell_roles(self) -> None:
+        pairs = zip(self._specs, self._keepers, strict=True)
+        self._tell({spec.role for spec, keeper in pairs if not keeper.done()})
 
     def pids(self) -> dict[str, int]:
         """Process id by name, of those that run."""
@@ -95,41 +110,47 @@ class Launcher:
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """SIGTERM to each, SIGKILL after ``grace_s``; returns when all are gone."""
-        self._stopping = True
+        self._stopping.set()
         for process in self._processes.values():
             _signal(process, signal.SIGTERM)
         if self._keepers:
             await asyncio.wait(self._keepers, timeout=grace_s)
         for process in self._processes.values():
             _signal(process, signal.SIGKILL)
-        for keeper in self._keepers:
-            if not keeper.done() and not self._processes:
-                keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
     async def _keep(self, spec: ProcessSpec) -> None:
         ends: list[float] = []
-        while not self._stopping:
-            process = await asyncio.create_subprocess_exec(
-                *spec.argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-            )
+        while not self._stopping.is_set():
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *spec.argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                )
+            except OSError as error:
+                self._give_up(f"worker {spec.name} cannot be started: {error}", 1)
+                return
             self._processes[spec.name] = process
             log.info("%s started (pid %d)", spec.name, process.pid)
+            if self._stopping.is_set():  # it was being started when the others were told
+                _signal(process, signal.SIGTERM)
             code = await process.wait()
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             now = time.monotonic()
             ends = [at for at in ends if now - at < _WINDOW_S] + [now]
             if code == _FATAL_EXIT or len(ends) > self._max_restarts:
                 times = f", {len(ends)} times within a minute" if len(ends) > 1 else ""
-                message = f"worker {spec.name} {_ended(code)}{times}: see the log above"
-                if not self.failed.done():
-                    self.failed.set_result(WorkerFailed(message, code))
+                self._give_up(f"worker {spec.name} {_ended(code)}{times}: see the log above", code)
                 return
             delay = min(_FIRST_BACKOFF_S * 2 ** (len(ends) - 1), _LAST_BACKOFF_S)
             log.warning("%s %s; starting it again in %.1f s", spec.name, _ended(code), delay)
             self.restarts += 1
-            await asyncio.sleep(delay)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+
+    def _give_up(self, message: str, code: int) -> None:
+        if not self.failed.done():
+            self.failed.set_result(WorkerFailed(message, code))
 
 
 def _ended(code: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ MAX_PROMPTS = 128
 MAX_STOPS = 4
 # Fields that change nothing here and that clients send by habit.
 _HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-_HARMLESS |= {"prompt_cache_retention", "parallel_tool_calls", "modalities", "verbosity"}
+_HARMLESS |= {"prompt_cache_retention", "parallel_tool_calls"}
 # Fields that would change the answer: accepted only with the value that means "off".
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -31,7 +30,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
     "audio": (None,),
+    "modalities": (None, ["text"]),
+    "verbosity": (None, "medium"),
     "web_search_options": (None,),
+}
+_NEUTRAL_IN_STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"include_obfuscation": (None, False)}
+# Clients send answers back as they got them, with empty fields beside the text.
+_NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "tool_calls": (None, []),
+    "function_call": (None,),
+    "audio": (None,),
 }
 _SAMPLING = {"model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "seed"}
 _SAMPLING |= {"stop", "logprobs", "ignore_eos", "return_token_ids"}
@@ -93,7 +101,7 @@ def _no_constant(name: str) -> Any:
 
 def parse_completion(body: Mapping[str, Any], vocab_size: int) -> Completion:
     """Check a completion request; token ids must be below ``vocab_size``. Raises ApiError."""
-    _refuse_unknown(body, _COMPLETION)
+    _refuse_unknown(body, _COMPLETION | _HARMLESS, _NEUTRAL)
     logprobs = _integer(body, "logprobs", 0, 5)
     params = _params(body, "max_tokens", 16, -1 if logprobs is None else logprobs)
     return Completion(params, _prompts(body.get("prompt"), vocab_size))
@@ -101,7 +109,7 @@ def parse_completion(body: Mapping[str, Any], vocab_size: int) -> Completion:
 
 def parse_chat(body: Mapping[str, Any]) -> Chat:
     """Check a chat request. Raises ApiError."""
-    _refuse_unknown(body, _CHAT)
+    _refuse_unknown(body, _CHAT | _HARMLESS, _NEUTRAL)
     wanted = _boolean(body, "logprobs")
     top = _integer(body, "top_logprobs", 0, 20)
     if top is not None and not wanted:
@@ -115,8 +123,10 @@ def parse_chat(body: Mapping[str, Any]) -> Chat:
 
 def _params(body: Mapping[str, Any], limit: str, default: int | None, logprobs: int) -> Params:
     model = body.get("model")
-    if not isinstance(model, str) or not model:
+    if not isinstance(model, str):
         raise _bad("model", f"model: expected the name of a model, got {_name(model)}")
+    if not model:
+        raise _bad("model", "model is empty: the name of a model is needed")
     stream = _boolean(body, "stream")
     options = body.get("stream_options")
     if options is not None:
@@ -124,6 +134,8 @@ def _params(body: Mapping[str, Any], limit: str, default: int | None, logprobs: 
             raise _bad("stream_options", "stream_options is only allowed with stream: true")
         if not isinstance(options, dict):
             raise _bad("stream_options", f"stream_options: expected object, got {_name(options)}")
+        known = {"include_usage"}
+        _refuse_unknown(options, known, _NEUTRAL_IN_STREAM_OPTIONS, "stream_options.")
     max_tokens = _integer(body, limit, 1, 2**31 - 1)
     seed = _integer(body, "seed", -(2**63), 2**64 - 1)
     return Params(
@@ -143,21 +155,31 @@ def _params(body: Mapping[str, Any], limit: str, default: int | None, logprobs: 
     )
 
 
-def _refuse_unknown(body: Mapping[str, Any], known: set[str]) -> None:
+def _refuse_unknown(
+    body: Mapping[str, Any],
+    known: set[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    prefix: str = "",
+) -> None:
     for key, value in body.items():
-        if key in known or key in _HARMLESS:
+        if key in known:
             continue
-        if key in _NEUTRAL:
-            allowed = _NEUTRAL[key]
-            if not any(type(value) is type(ok) and value == ok for ok in allowed) and not (
-                _is_number(value) and any(_is_number(ok) and value == ok for ok in allowed)
-            ):
-                shown = ", ".join(json.dumps(ok) for ok in allowed if ok is not None) or "null"
-                raise _bad(key, f"{key} = {_show(value)} is not supported; allowed: {shown}")
+        if key in neutral:
+            _neutral(prefix + key, value, neutral[key])
             continue
-        near = difflib.get_close_matches(key, known | set(_NEUTRAL), n=1)
+        near = difflib.get_close_matches(key, known | set(neutral), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise _bad(key[:64], f"unrecognized field {key[:64]!r}{hint}")
+        name = prefix + key[:64]
+        raise _bad(name, f"unrecognized field {name!r}{hint}")
+
+
+def _neutral(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Refuse a value that would ask for something this server does not do."""
+    if not any(type(value) is type(ok) and value == ok for ok in allowed) and not (
+        _is_number(value) and any(_is_number(ok) and value == ok for ok in allowed)
+    ):
+        shown = ", ".join(json.dumps(ok) for ok in allowed if ok is not None) or "null"
+        raise _bad(name, f"{name} = {_show(value)} is not supported; allowed: {shown}")
 
 
 def _prompts(value: Any, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
@@ -185,7 +207,7 @@ def _one_prompt(item: Any, vocab_size: int) -> str | tuple[int, ...]:
         if not _is_int(token):
             raise _bad("prompt", f"prompt: expected token ids, got {_name(token)}")
         if not 0 <= token < vocab_size:
-            raise _bad("prompt", f"prompt: token id {token} is outside 0..{vocab_size - 1}")
+            raise _bad("prompt", f"prompt: token id {_show(token)} is outside 0..{vocab_size - 1}")
     return tuple(item)
 
 
@@ -203,6 +225,8 @@ def _message(where: str, item: Any) -> Mapping[str, Any]:
     role = item.get("role")
     if role not in _ROLES:
         raise _bad(f"{where}.role", f"{where}.role = {_show(role)}: allowed: {', '.join(_ROLES)}")
+    for key, allowed in _NEUTRAL_IN_MESSAGES.items():
+        _neutral(f"{where}.{key}", item.get(key), allowed)
     content = item.get("content")
     if isinstance(content, list):
         content = "".join(_part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
@@ -265,7 +289,7 @@ def _integer(body: Mapping[str, Any], field: str, low: int, high: int) -> int | 
     value = _field(body, field, "integer", _is_int)
     if value is not None and not low <= value <= high:
         allowed = f"at least {low}" if high >= 2**31 - 1 else f"between {low} and {high}"
-        raise _bad(field, f"{field} = {value}: must be {allowed}")
+        raise _bad(field, f"{field} = {_show(value)}: must be {allowed}")
     return None if value is None else int(value)
 
 
@@ -281,9 +305,10 @@ def _number(
     value = _field(body, field, "number", _is_number)
     if value is None:
         return default
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+    # Compared as it came: an integer may be too large for a float. Infinity is out of range too.
+    if not low <= value <= high or (open_low and value == low):
         least = "greater than" if open_low else "at least"
-        raise _bad(field, f"{field} = {value}: must be {least} {low:g} and at most {high:g}")
+        raise _bad(field, f"{field} = {_show(value)}: must be {least} {low:g} and at most {high:g}")
     return float(value)
 
 
@@ -301,7 +326,11 @@ def _name(value: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    text = json.dumps(value)
+    """A value for a message, cut; nesting too deep to be written again shows as its kind."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return _name(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -65,6 +65,7 @@ class WorkerProcess:
         self._events_sent = 0
         self._outbox: asyncio.Queue[tuple[str, dict[str, Any]]] | None = None
         self._draining = False
+        self._refusal = ""
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
@@ -72,7 +73,10 @@ class WorkerProcess:
         self._stop.set()
 
     async def run(self) -> int:
-        """Until ``stop`` or until no router is found; the exit code."""
+        """Until ``stop`` or until no router is found; the exit code.
+
+        Raises InvalidArgument when a router is found that cannot use this worker.
+        """
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self.stop)
@@ -91,6 +95,9 @@ class WorkerProcess:
                 await self._session(await wire.connect(self.launch.router, key, self.launch.role))
             except (KvcoreError, OSError) as error:
                 log.warning("no router at %s: %s", self.launch.router, error)
+            if self._refusal:  # asking again would change nothing
+                text = f"the router at {self.launch.router} refused this worker: {self._refusal}"
+                raise InvalidArgument(text)
             if self._greeted:
                 seen, delay = time.monotonic(), _RETRY_S
             elif time.monotonic() - seen > ORPHAN_LIMIT_S:
@@ -107,6 +114,9 @@ class WorkerProcess:
         try:
             await connection.send("hello", self._hello)
             kind, fields = await connection.recv()
+            if kind == "failed":
+                self._refusal = fields["message"]
+                return
             if kind != "hello_ack":
                 raise Unauthenticated(f"the router answered hello with {kind}")
             self._greeted = True

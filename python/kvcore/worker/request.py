@@ -58,7 +58,7 @@ class Request:
         for name, low_limit, high_limit in (
             ("max_tokens", 1, math.inf),
             ("temperature", 0.0, 1e9),
-            ("top_p", 1e-9, 1.0),
+            ("top_p", math.ulp(0.0), 1.0),
             ("seed", 0, (1 << 64) - 1),
             ("num_logprobs", -1, MAX_LOGPROBS),
             ("deadline_s", 0.0, 1e9),

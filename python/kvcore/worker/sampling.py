@@ -67,7 +67,8 @@ def _draw(
     scaled = logits.double()
     scaled = (scaled - scaled.amax(-1, keepdim=True)) / temperature.unsqueeze(-1)
     probs = torch.softmax(scaled, dim=-1)
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)
+    # No token of a real vocabulary is as rare as this: less keeps the likeliest one all the same.
+    top_p = torch.tensor([max(p.top_p, 1e-9) for p in params], dtype=torch.float64)
     points = torch.from_numpy(uniforms([p.seed for p in params], positions))
     width = min(_NUCLEUS, probs.shape[-1])
     # The path of a row is chosen by the row alone, never by its neighbours.

@@ -231,6 +231,57 @@ def test_no_workers_at_all() -> None:
     assert not world.dispatcher.ready()
 
 
+@pytest.mark.parametrize("dead", [PREFILL, DECODE])
+def test_a_worker_that_is_started_again_is_waited_for(dead: bytes) -> None:
+    world = pair()
+    world.take(world.dispatcher.expect({"prefill", "decode"}, world.now))
+    attempt = attempt_of(world.ask("a"))
+    world.says(DECODE, "reserved", attempt)
+    world.says(DECODE, "tokens", attempt, token_ids=[1, 2])
+    world.down(dead)
+    for _ in range(30):
+        world.tick(1.0)
+    assert world.ids("a") == [1, 2] and len(world.out("a")) == 1
+    sends = world.up(dead, "prefill" if dead == PREFILL else "decode", 2)
+    assert sends[0].type == "reserve" and sends[0].fields["tokens"][-2:] == [1, 2]
+
+
+def test_a_worker_that_is_given_up_is_waited_for_no_longer() -> None:
+    world = pair()
+    world.take(world.dispatcher.expect({"prefill", "decode"}, world.now))
+    world.ask("a")
+    world.down(DECODE)
+    world.tick(20.0)
+    world.take(world.dispatcher.expect({"prefill"}, world.now))
+    world.tick(0.9)
+    assert world.out("a") == []
+    world.tick(0.2)
+    failure = world.out("a")[-1]
+    assert isinstance(failure, Failure) and failure.code == "worker_lost"
+
+
+def test_another_role_is_not_worth_waiting_for() -> None:
+    world = World((PREFILL, "prefill"))
+    world.take(world.dispatcher.expect({"prefill"}, world.now))
+    world.ask("a")
+    world.tick(1.1)
+    failure = world.out("a")[-1]
+    assert isinstance(failure, Failure) and failure.code == "no_workers"
+
+
+def test_even_a_worker_that_is_expected_is_waited_for_with_a_limit() -> None:
+    world = World((PREFILL, "prefill"), (DECODE, "decode"), max_wait_s=30)
+    world.take(world.dispatcher.expect({"prefill", "decode"}, world.now))
+    world.ask("a")
+    world.down(DECODE)
+    world.ask("b")
+    world.tick(29.0)
+    assert world.out("a") == world.out("b") == []
+    world.tick(2.0)
+    codes = [world.out(name)[-1].code for name in "ab"]  # type: ignore[union-attr]
+    assert codes == ["worker_lost", "no_workers"]
+
+
 def test_attempts_are_bounded() -> None:
     world = World((MONO, "mono"))
     sends = world.ask("a")
@@ -294,6 +345,16 @@ def test_deadline() -> None:
     world.says(DECODE, "reserved", attempt)
     sends = world.tick(10.0)
     assert {s.type for s in sends} == {"cancel"}
+    failure = world.out("a")[-1]
+    assert isinstance(failure, Failure) and failure.code == "timeout"
+
+
+def test_a_late_request_is_never_dispatched() -> None:
+    """The deadline passed between two ticks: what a worker would refuse is not sent to it."""
+    world = World((PREFILL, "prefill"))
+    world.ask("a", deadline=0.5)
+    world.now = 0.6
+    assert world.up(DECODE, "decode") == []
     failure = world.out("a")[-1]
     assert isinstance(failure, Failure) and failure.code == "timeout"
 

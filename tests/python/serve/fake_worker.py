@@ -161,7 +161,12 @@ def main() -> None:
     parser.add_argument("--fail", default="")
     parser.add_argument("--retryable", type=int, default=1)
     parser.add_argument("--exit", type=int, default=-1)
+    parser.add_argument("--restart-s", type=float, default=0.0)
     options = parser.parse_args()
+    started = Path(options.dir, f"{options.role}.started")
+    if started.exists():  # a real one loads its model first
+        time.sleep(options.restart_s)
+    started.touch()
     if options.exit >= 0:
         raise SystemExit(options.exit)
     asyncio.run(FakeWorker(options).run())

@@ -138,8 +138,10 @@ def serving(app: Any) -> Iterator[str]:
         sock.close()
 
 
-def front(backend: Any, codec: Any = None, api_key: str = "", **http: Any) -> Any:
+def front(
+    backend: Any, codec: Any = None, api_key: str = "", names: Sequence[str] = (MODEL,), **http: Any
+) -> Any:
     """The ASGI application over a backend."""
     metrics = Metrics(lambda: Snapshot([], 0, 0, {}))
     config = HttpConfig(**http)
-    return Front(backend, codec or ByteCodec(), config, [MODEL], metrics, api_key).app()
+    return Front(backend, codec or ByteCodec(), config, names, metrics, api_key).app()

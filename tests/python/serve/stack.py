@@ -76,6 +76,7 @@ def stack(
         ProcessSpec(
             f"{role}-{index}",
             (sys.executable, str(FAKE), role, *common, *more),
+            role,
         )
         for index, (role, more) in enumerate(workers)
     ]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
-from kvcore.router.state import Failure, Tokens
+from kvcore.errors import PeerDead
+from kvcore.router.state import Done, Failure, Tokens
+from kvcore.serve import answer
+from kvcore.serve.errors import ApiError
+from kvcore.serve.protocol import parse_completion, parse_json
 from serve_fakes import MODEL, ByteCodec, ScriptBackend, front, say, serving
 
 GOOD = {"model": MODEL, "prompt": "a"}
@@ -84,6 +88,26 @@ COMPLETION_CASES = [
     ({"presence_penalty": 0.5}, 400, "presence_penalty"),
     ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
     ({"temprature": 1}, 400, "temprature"),
+    ({"temperature": 10**400}, 400, "temperature"),
+    ({"temperature": -(10**400)}, 400, "temperature"),
+    ({"top_p": 10**400}, 400, "top_p"),
+    ({"max_tokens": 10**400}, 400, "max_tokens"),
+    ({"seed": 10**400}, 400, "seed"),
+    ({"logprobs": 10**400}, 400, "logprobs"),
+    ({"n": 10**400}, 400, "n"),
+    ({"presence_penalty": 10**400}, 400, "presence_penalty"),
+    ({"prompt": [10**400]}, 400, "prompt"),
+    (
+        {"stream": True, "stream_options": {"include_usge": True}},
+        400,
+        "stream_options.include_usge",
+    ),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        400,
+        "stream_options.include_obfuscation",
+    ),
+    ({"model": ""}, 400, "model"),
     ({"model": 5}, 400, "model"),
     ({"model": None}, 400, "model"),
     ({"model": "gpt-9"}, 404, "model"),
@@ -98,6 +122,60 @@ def test_completion_refusals(url: str, change: dict[str, Any], status: int, para
     assert response.status_code == status
     assert error["param"] == param
     assert param.split(".")[-1] in error["message"]
+    assert len(error["message"]) < 200
+
+
+def test_an_empty_model_name_is_called_empty(url: str) -> None:
+    response = httpx.post(url + "/v1/completions", json={**GOOD, "model": ""})
+    assert "model is empty" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("text", ["1e999", "-1e999", "1" + "0" * 400 + ".0"])
+def test_numbers_beyond_a_float(url: str, text: str) -> None:
+    body = json.dumps(GOOD)[:-1] + f', "temperature": {text}}}'
+    response = httpx.post(url + "/v1/completions", content=body)
+    assert (response.status_code, error_of(response)["param"]) == (400, "temperature")
+
+
+BROKEN = "a\ud800b"  # json.dumps writes the lone surrogate as an escape, which is JSON
+BROKEN_TEXTS: list[dict[str, Any]] = [
+    {**GOOD, BROKEN: 1},
+    {**GOOD, "model": BROKEN},
+    {**GOOD, "stop": BROKEN},
+    {**GOOD, "suffix": BROKEN},
+    {**GOOD, "stream": True, "stream_options": {BROKEN: 1}},
+    {**GOOD_CHAT, BROKEN: 1},
+    {**GOOD_CHAT, "messages": [{"role": BROKEN, "content": "a"}]},
+    {**GOOD_CHAT, "messages": [{"role": "user", "content": BROKEN}]},
+    {**GOOD_CHAT, "messages": [{"role": "user", "content": [{"type": BROKEN}]}]},
+]
+
+
+@pytest.mark.parametrize("body", BROKEN_TEXTS)
+def test_texts_without_utf_8_are_refused_like_others(url: str, body: dict[str, Any]) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    response = httpx.post(url + path, content=json.dumps(body))
+    assert response.status_code in (400, 404) and error_of(response)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_name_without_utf_8_can_be_served(stream: bool) -> None:
+    """The command line hands over bytes that are no UTF-8 as surrogates."""
+    name = "m\udcff"
+    with serving(front(ScriptBackend(say("ok ✓")), names=[name])) as url:
+        card = httpx.get(url + "/v1/models").json()["data"][0]
+        body = json.dumps({"model": name, "prompt": "a", "stream": stream})
+        response = httpx.post(url + "/v1/completions", content=body)
+    assert card["id"] == name
+    assert response.status_code == 200 and "m\\udcff" in response.text
+
+
+def test_nesting_that_can_be_read_but_not_shown_is_refused() -> None:
+    for depth in range(1, 1100):
+        text = json.dumps(GOOD)[:-1] + ', "n": ' + "[" * depth + "]" * depth + "}"
+        with pytest.raises(ApiError) as caught:
+            parse_completion(parse_json(text.encode()), 257)
+        assert caught.value.status == 400
 
 
 CHAT_CASES = [
@@ -121,6 +199,18 @@ CHAT_CASES = [
     ({"logprobs": 3}, "logprobs"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"modalities": "text"}, "modalities"),
+    ({"verbosity": "high"}, "verbosity"),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}]},
+        "messages[0].tool_calls",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "audio": {"id": "x"}}]},
+        "messages[0].audio",
+    ),
 ]
 
 
@@ -154,6 +244,10 @@ def test_harmless_and_neutral_fields_are_accepted(url: str) -> None:
     extra |= {"logit_bias": {}, "echo": False, "best_of": 1, "logprobs": None, "stop": None}
     assert httpx.post(url + "/v1/completions", json={**GOOD, **extra}).status_code == 200
     extra = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
+    extra |= {"modalities": ["text"], "verbosity": "medium"}
+    said = {"role": "assistant", "content": "b", "refusal": None, "audio": None, "tool_calls": None}
+    extra |= {"messages": [*GOOD_CHAT["messages"], {**said, "function_call": None}]}
+    extra |= {"stream": True, "stream_options": {"include_obfuscation": False}}
     assert httpx.post(url + "/v1/chat/completions", json={**GOOD_CHAT, **extra}).status_code == 200
 
 
@@ -227,6 +321,46 @@ def test_failure_in_mid_stream_reaches_the_client() -> None:
         with pytest.raises(openai.APIError, match="the worker died"):
             next(stream)
         client.close()
+
+
+class BrokenCodec(ByteCodec):
+    """Fails at the second token."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if 105 in ids:
+            raise self.error
+        return super().decode(ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("odd"), OSError("odd"), PeerDead("odd")])
+def test_a_fault_of_the_server_is_no_silent_end(error: Exception, stream: bool) -> None:
+    backend = ScriptBackend(say("hi"))
+    with serving(front(backend, BrokenCodec(error))) as url:
+        response = httpx.post(url + "/v1/completions", json={**GOOD, "stream": stream})
+        metrics = httpx.get(url + "/metrics").text
+    assert 'kvcore_requests_total{path="/v1/completions",status="500"} 1.0' in metrics
+    assert response.status_code == (200 if stream else 500)
+    last = [line for line in response.text.splitlines() if line][-1].removeprefix("data: ")
+    assert "internal error" in json.loads(last)["error"]["message"]
+    assert len(backend.cancelled) == 1
+
+
+def test_a_stream_that_stands_still_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer, "KEEP_ALIVE_S", 0.1)
+    script = [0.3, Tokens([104]), 0.35, Tokens([105]), Done("stop", 1, 2)]
+    with serving(front(ScriptBackend(lambda ask: script))) as url:
+        client = openai.OpenAI(base_url=url + "/v1", api_key="x", max_retries=0)
+        stream = client.completions.create(model=MODEL, prompt="a", stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == "hi"
+        client.close()
+        response = httpx.post(url + "/v1/completions", json={**GOOD, "stream": True})
+    lines = [line.partition(":")[0] for line in response.text.split("\n\n") if line]
+    assert lines[0] == "data" and 2 <= lines.count("") <= 3 and lines[-1] == "data"
 
 
 def test_one_failed_choice_cancels_the_others() -> None:

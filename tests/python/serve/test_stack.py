@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -40,6 +44,14 @@ def in_background(*args: Any, **kwargs: Any) -> tuple[threading.Thread, dict[str
     thread = threading.Thread(target=run)
     thread.start()
     return thread, box
+
+
+def generated(url: str) -> float:
+    """Answer tokens so far, by the metrics."""
+    found = re.search(
+        r"^kvcore_generated_tokens_total (\S+)", httpx.get(url + "/metrics").text, re.M
+    )
+    return float(found[1]) if found else 0.0
 
 
 def events_of(response: httpx.Response) -> list[Any]:
@@ -160,6 +172,25 @@ def test_a_request_waits_for_the_restarted_worker(tmp_path: Path) -> None:
         os.kill(s.pid("prefill-0"), signal.SIGKILL)
         thread.join()
         assert box["response"].json()["choices"][0]["text"] == said("hello", 8)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_with_default_settings_a_request_outlives_a_slow_restart(tmp_path: Path, role: str) -> None:
+    """The stream stays open, with signs of life, and goes on where it broke."""
+    slow = ["--restart-s", "3.5"]
+    fleet = ("prefill", [*slow, "--prefill-s", "0.3"]), ("decode", [*slow, "--delay-s", "0.05"])
+    with stack(tmp_path, *fleet) as s:
+        thread, box = in_background(s.url, count=30, stream=True)
+        kind = "prefill" if role == "prefill" else "reserve"
+        pid = s.wait(lambda: s.log(kind))[0]["pid"]
+        if role == "decode":
+            s.wait(lambda: generated(s.url) >= 5)
+        os.kill(pid, signal.SIGKILL)
+        thread.join()
+        events = events_of(box["response"])
+        assert events[-1] == "[DONE]"
+        assert "".join(e["choices"][0]["text"] for e in events[:-1]) == said("hello", 30)
+        assert (role == "decode") == (": waiting\n" in box["response"].text)
 
 
 def test_a_stopped_worker_is_noticed_by_its_silence(tmp_path: Path) -> None:
@@ -288,3 +319,34 @@ def test_shutdown_leaves_no_process_and_no_file(tmp_path: Path) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert not runtime_dir.exists()
+
+
+def test_shutdown_tells_every_client_why_and_takes_no_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Streams under way, a request that waits for a worker, a client that is still sending."""
+    fleet = ("prefill", ["--restart-s", "60"]), ("decode", ["--delay-s", "0.1"])
+    with stack(tmp_path, *fleet) as s:
+        running = [in_background(s.url, count=4000, stream=stream) for stream in (True, False)]
+        s.wait(lambda: len(s.log("reserve")) == 2 and s.log("prefill"))
+        s.wait(lambda: generated(s.url) >= 4)
+        os.kill(s.pid("prefill-0"), signal.SIGKILL)
+        s.wait(lambda: s.roles()["prefill"] == 0)
+        waiting = in_background(s.url)
+        s.wait(lambda: s.call(lambda: s.deployment.router.dispatcher.num_waiting) == 1)
+        parts = urlsplit(s.url)
+        sending = socket.create_connection((parts.hostname, parts.port), timeout=5)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        sending.sendall(head.encode())
+        time.sleep(0.1)
+        began = time.monotonic()
+    assert time.monotonic() - began < 3.0
+    sending.close()
+    for thread, _ in (*running, waiting):
+        thread.join()
+    event = events_of(running[0][1]["response"])[-1]
+    assert event["error"]["message"] == "the server is shutting down"
+    for _, box in (running[1], waiting):
+        error = box["response"].json()["error"]
+        assert (box["response"].status_code, error["code"]) == (503, "shutting_down")
+    assert not [r for r in caplog.records if r.exc_info or r.levelno >= logging.ERROR]

@@ -233,7 +233,7 @@ def test_orderly_close_differs_from_a_lost_peer(address: str) -> None:
         assert sorted(ends) == ["lost", "order"]
         conn = await wire.connect(server.address, KEY)
         closing = asyncio.ensure_future(server.close())
-        with pytest.raises(PeerDead, match="closed by the peer"):
+        with pytest.raises(PeerDead, match=r"closed by the peer: the server closes$"):
             await conn.recv()
         assert conn.closed_in_order
         await conn.close()

@@ -11,7 +11,7 @@ import pytest
 from hash_model import expected, request, rig
 from kvcore import _core, wire
 from kvcore.config import WorkerLaunch
-from kvcore.errors import PeerDead
+from kvcore.errors import InvalidArgument, PeerDead
 from kvcore.worker.engine import Engine
 from kvcore.worker.process import WorkerProcess
 
@@ -219,4 +219,47 @@ async def test_a_dead_engine_ends_the_process(tmp_path) -> None:
         assert await asyncio.wait_for(task, 10) == 1
     finally:
         threading.excepthook = hook
+    await router.server.close()
+
+
+@scenario
+async def test_a_refused_worker_says_why_and_does_not_ask_again(tmp_path) -> None:
+    hellos = []
+
+    async def handler(connection: wire.Connection) -> None:
+        hellos.append(await connection.recv())
+        answer = {"request_id": bytes(16), "code": "refused", "message": "page_spec = 's'"}
+        await connection.send("failed", answer)
+
+    server = await wire.serve(f"unix:{tmp_path}/router.sock", b"", handler, role="router")
+    launch = WorkerLaunch(role="mono", router=server.address, key_file="")
+    parts = rig(secret=b"s" * 32)
+    worker = WorkerProcess(launch, Engine(parts.model, parts.memory, parts.plan), ABOUT)
+    with pytest.raises(InvalidArgument, match="refused this worker: page_spec = 's'"):
+        await worker.run()
+    assert len(hellos) == 1 and not worker.engine_loop.alive
+    await server.close()
+
+
+@scenario
+async def test_a_router_that_leaves_during_hello_is_no_refusal(tmp_path) -> None:
+    parts = rig(secret=b"s" * 32)
+    first = asyncio.Event()
+
+    async def handler(connection: wire.Connection) -> None:
+        await connection.recv()
+        first.set()
+        await connection.close("server closes")
+
+    server = await wire.serve(f"unix:{tmp_path}/router.sock", b"", handler, role="router")
+    launch = WorkerLaunch(role="mono", router=server.address, key_file="")
+    worker = WorkerProcess(launch, Engine(parts.model, parts.memory, parts.plan), ABOUT)
+    task = asyncio.create_task(worker.run())
+    await first.wait()
+    await server.close()
+    router = Router()
+    await router.start(str(tmp_path / "router.sock"))
+    await router.worker()
+    worker.stop()
+    assert await asyncio.wait_for(task, 15) == 0
     await router.server.close()

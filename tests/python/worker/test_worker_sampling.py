@@ -56,7 +56,10 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     seen = set(draws(logits, params_of(1.0, top_p=0.7), 2000))
     assert seen == {1, 3}
     assert set(draws(logits, params_of(1.0, top_p=0.76), 2000)) == {1, 2, 3}
-    assert set(draws(logits, params_of(1.0, top_p=1e-9), 50)) == {1}
+    for least in (1e-9, 1e-10, 5e-324):  # all that the API lets through
+        params = params_of(1.0, top_p=least)
+        params.check(vocab_size=4, max_context=8)
+        assert set(draws(logits, params, 50)) == {1}
 
 
 def test_flat_distribution_beyond_the_narrow_nucleus() -> None:
