@@ -9,6 +9,7 @@ nearest valid name.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -344,11 +345,20 @@ def read_key_file(path: str | Path) -> bytes:
 
 
 def make_key_file(path: str | Path) -> bytes:
-    """Write 32 fresh random bytes to a new file of mode 0600; returns them."""
+    """Write 32 fresh random bytes to a new file of mode 0600; returns them.
+
+    The file appears whole: who finds it never reads a part. Raises FileExistsError.
+    """
     key = os.urandom(32)
+    partial = f"{os.fspath(path)}.{os.getpid()}.{os.urandom(4).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o600), "wb") as file:
-        file.write(key)
+    try:
+        with open(os.open(partial, flags, 0o600), "wb") as file:
+            file.write(key)
+        os.link(partial, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
     return key
 
 
@@ -356,10 +366,12 @@ def deployment_secret(directory: str | Path | None = None) -> bytes:
     """The secret of all page keys: a 0600 file in the data directory, made on first use."""
     home = Path(directory) if directory else Path.home() / ".local" / "share" / "kvcore"
     path = home / "secret"
+    if os.path.lexists(path):  # also where nothing can be written
+        return read_key_file(path)
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         return make_key_file(path)
-    except FileExistsError:
+    except FileExistsError:  # another process was quicker
         return read_key_file(path)
     except OSError as error:
         raise InvalidArgument(f"data directory {home}: {error.strerror}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,22 @@ def test_deployment_secret_stays(tmp_path: Path) -> None:
     assert config.deployment_secret(tmp_path / "data") == first
     assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "data" / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_processes_that_start_at_once_have_one_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one looks just when the first has made the file, and before it has written it."""
+    seen: list[bytes] = []
+    real = os.open
+
+    def opened(path: Any, flags: int, *mode: int, **more: Any) -> int:
+        fd = real(path, flags, *mode, **more)
+        if flags & os.O_CREAT and not seen:
+            seen.append(b"")
+            seen[0] = config.deployment_secret(tmp_path)
+        return fd
+
+    monkeypatch.setattr(os, "open", opened)
+    assert config.deployment_secret(tmp_path) == seen[0]
+    assert os.listdir(tmp_path) == ["secret"]
