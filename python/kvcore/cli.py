@@ -6,20 +6,26 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or a model that cannot be had.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import dataclasses
 import difflib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcore import __version__, config
 from kvcore.errors import InvalidArgument, KvcoreError, Unsupported
 
+if TYPE_CHECKING:
+    from kvcore.serve.codec import ModelCodec
+
 log = logging.getLogger("kvcore")
 _PR_SET_PDEATHSIG = 1
+_LEAST_TOP_P = 1e-9
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -30,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _log_to_stderr(options.get("role", command))
         return int(_COMMANDS[command](options))
-    except (KvcoreError, ImportError) as error:
+    except BrokenPipeError:  # who read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does the exit flush
+        return 128 + signal.SIGPIPE
+    except (KvcoreError, ImportError, OSError) as error:
         print(f"kvcore {command}: {_explain(error)}", file=sys.stderr)
         return _exit_code(error)
     except KeyboardInterrupt:
@@ -104,21 +113,36 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("model", help="directory, GGUF file or name", metavar="MODEL")
     run.add_argument("prompt", help="what to answer", metavar="PROMPT")
     run.add_argument("--raw", action="store_true", help="continue the prompt, no chat template")
-    run.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    run.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    run.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    run.add_argument("--seed", type=int, default=0, metavar="N")
+    run.add_argument("--max-tokens", type=_within(int, 1), default=128, metavar="N")
+    run.add_argument("--temperature", type=_within(float, 0, 1e9), default=0.0, metavar="T")
+    run.add_argument("--top-p", type=_within(float, _LEAST_TOP_P, 1), default=1.0, metavar="P")
+    run.add_argument("--seed", type=_within(int, 0, 2**64 - 1), default=0, metavar="N")
     _add_config(run, "worker")
 
     demo = command("demo", "Serve a small model on two workers and show what happened.")
     demo.add_argument("--model", metavar="MODEL", help="directory, GGUF file or name")
     demo.add_argument("--json", metavar="FILE", help="write one JSON object per request")
     demo.add_argument("--transport", choices=("shm", "tcp"), default="shm")
-    demo.add_argument("--max-tokens", type=int, default=48, metavar="N", help="per answer")
+    demo.add_argument(
+        "--max-tokens", type=_within(int, 1), default=48, metavar="N", help="per answer"
+    )
 
     info = command("info", "Show what this build and machine can do.")
     info.add_argument("--json", action="store_true", help="as one JSON object")
     return parser
+
+
+def _within(kind: Callable[[str], float], low: float, high: float = 2**31 - 1) -> Any:
+    """The type of a flag: a number between ``low`` and ``high``; no NaN is."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text:.80}: must be {config.bounds(low, high)}")
+        return value
+
+    parse.__name__ = kind.__name__  # what argparse calls it where the text is no number at all
+    return parse
 
 
 def _add_config(parser: argparse.ArgumentParser, *sections: str) -> None:
@@ -164,20 +188,54 @@ def _serve(options: dict[str, Any]) -> int:
 def _worker(options: dict[str, Any]) -> int:
     die_with_parent(options["parent_pid"])
     settings = config.load(options, options["config"])
-    if options["key_file"]:
-        config.read_key_file(options["key_file"])
+    _check_router(options["router"], options["key_file"])
     launch = config.WorkerLaunch(
         role=options["role"],
         router=options["router"],
         key_file=options["key_file"],
-        model=options["model"] or settings.model,
+        model=settings.model,
         cpus=_cpus(options["cpus"]),
         runtime_dir=options["runtime_dir"],
         worker=settings.worker,
     )
-    from kvcore.worker.process import run_worker
+    config.deployment_secret()
+    if not options["parent_pid"]:  # a launcher has counted its workers together
+        config.check_memory(settings.worker, 1)
+    with _runtime_dir(launch.runtime_dir) as directory:
+        from kvcore.worker.process import run_worker
 
-    return run_worker(launch)
+        return run_worker(dataclasses.replace(launch, runtime_dir=directory))
+
+
+def _check_router(address: str, key_file: str) -> None:
+    """Refuse an address that no connection can be made to, before a model is loaded."""
+    from kvcore import wire
+
+    if key_file:
+        config.read_key_file(key_file)
+    try:
+        scheme, host, port = wire.parse_address(address)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--router: {error}") from error
+    if scheme == "tcp" and port == 0:
+        raise InvalidArgument(f"--router {address}: port 0 is not one to connect to")
+    if scheme == "tcp" and not key_file and not wire.is_loopback(host):
+        raise InvalidArgument(
+            f"--router {address}: not a loopback address, --key-file FILE is needed"
+        )
+
+
+@contextlib.contextmanager
+def _runtime_dir(given: str) -> Iterator[str]:
+    if given and not os.path.isdir(given):
+        raise InvalidArgument(f"--runtime-dir {given}: is not a directory")
+    if given:
+        yield given
+        return
+    from kvcore.serve import rundir
+
+    with rundir.private() as path:
+        yield str(path)
 
 
 def _cpus(text: str) -> tuple[int, ...]:
@@ -192,11 +250,16 @@ def _cpus(text: str) -> tuple[int, ...]:
 
 
 def _run(options: dict[str, Any]) -> int:
-    settings = config.load({**options, "model": options["model"]}, options["config"])
+    settings = config.load(options, options["config"])
+    prompt = config.utf8("PROMPT", options["prompt"])
+    if not prompt:
+        raise InvalidArgument("PROMPT: is empty, at least one token is needed")
+    config.check_memory(settings.worker, 1)
+    config.deployment_secret()
     request = {"request_id": os.urandom(16), "keys": [], "namespace": b"", "deadline_s": 0.0}
     request |= {name: options[name] for name in ("max_tokens", "temperature", "top_p", "seed")}
     request |= {"ignore_eos": 0, "num_logprobs": -1}
-    return _generate(settings, request, options["prompt"], options["raw"])
+    return _generate(settings, request, prompt, options["raw"])
 
 
 def _generate(settings: config.Config, request: dict[str, Any], prompt: str, raw: bool) -> int:
@@ -206,14 +269,13 @@ def _generate(settings: config.Config, request: dict[str, Any], prompt: str, raw
     from kvcore.model import hub
     from kvcore.serve.codec import ModelCodec
     from kvcore.serve.text import Detokenizer
-    from kvcore.worker.build import build_worker
-    from kvcore.worker.request import Request
 
     codec = ModelCodec(hub.resolve(settings.model).path)
-    request["tokens"] = (
-        codec.encode(prompt) if raw else codec.encode_chat([{"role": "user", "content": prompt}])
-    )
+    request["tokens"] = _encode(codec, prompt, raw)
     request["stop_token_ids"] = list(codec.eos_ids)
+    from kvcore.worker.build import build_worker  # torch, once the prompt is known to fit
+    from kvcore.worker.request import Request
+
     launch = config.WorkerLaunch("mono", "", "", settings.model, worker=settings.worker)
     engine, _ = build_worker(launch, Path())
     engine.add(Request.of(request))
@@ -226,20 +288,43 @@ def _generate(settings: config.Config, request: dict[str, Any], prompt: str, raw
             sys.stdout.write("".join(pieces))
             sys.stdout.flush()
     sys.stdout.write(text.flush() + "\n")
+    sys.stdout.flush()
     return 0
+
+
+def _encode(codec: ModelCodec, prompt: str, raw: bool) -> list[int]:
+    """The prompt's tokens. Raises InvalidArgument when this model cannot answer it."""
+    from kvcore.serve.errors import ApiError
+
+    try:
+        tokens = (
+            codec.encode(prompt)
+            if raw
+            else codec.encode_chat([{"role": "user", "content": prompt}])
+        )
+    except ApiError as error:
+        raise InvalidArgument(f"PROMPT: {error}; --raw continues it without one") from error
+    if not 1 <= len(tokens) < codec.max_context:
+        raise InvalidArgument(
+            f"PROMPT: has {len(tokens)} tokens, must be >= 1 and < {codec.max_context}, "
+            "the context of the model"
+        )
+    return tokens
 
 
 def _demo(options: dict[str, Any]) -> int:
     from kvcore.serve import demo
 
-    model = options["model"] or config.load({}, None).model
+    model = config.load(options).model
     return demo.run(model, options["transport"], options["max_tokens"], options["json"])
 
 
 def _info(options: dict[str, Any]) -> int:
     from kvcore import info
 
-    return info.show(as_json=options["json"])
+    code = info.show(as_json=options["json"])
+    sys.stdout.flush()
+    return code
 
 
 _COMMANDS = {"serve": _serve, "worker": _worker, "run": _run, "demo": _demo, "info": _info}

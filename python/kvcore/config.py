@@ -9,8 +9,10 @@ nearest valid name.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
+import math
 import os
 import re
 import sys
@@ -25,6 +27,7 @@ T = TypeVar("T")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_MOST_BYTES = 2**60  # the core counts bytes in 64 bits and adds to them
 
 
 def _opt(
@@ -36,8 +39,10 @@ def _opt(
     choices: tuple[str, ...] = (),
     flag: str = "",
     size: bool = False,
+    readable: bool = False,
 ) -> Any:
     meta = dict(help=help_text, low=low, high=high, choices=choices, flag=flag, size=size)
+    meta["readable"] = readable
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -48,7 +53,9 @@ class HttpConfig:
     host: str = _opt("127.0.0.1", "address to listen on; a non-loopback one needs an API key")
     port: int = _opt(8000, "TCP port, 0 picks a free one", low=0, high=65535)
     api_key_file: str = _opt("", "file (mode 0600) with the API key that clients must send")
-    served_name: str = _opt("", "model name shown to clients (default: the model's own)")
+    served_name: str = _opt(
+        "", "model name shown to clients (default: the model's own)", readable=True
+    )
     max_body_bytes: int = _opt(4 * 2**20, "largest request body", low=1024, size=True)
     request_timeout_s: float = _opt(600.0, "deadline of one request, seconds", low=0.1, high=86400)
     max_queue: int = _opt(256, "requests that may wait for a worker before 429", low=0)
@@ -123,7 +130,9 @@ class WorkerLaunch:
 class Config:
     """The whole TOML file: ``model`` and one table per section."""
 
-    model: str = _opt(DEFAULT_MODEL, "Hugging Face directory, GGUF file, or a known name")
+    model: str = _opt(
+        DEFAULT_MODEL, "Hugging Face directory, GGUF file, or a known name", readable=True
+    )
     http: HttpConfig = HttpConfig()
     router: RouterConfig = RouterConfig()
     fleet: FleetConfig = FleetConfig()
@@ -132,31 +141,84 @@ class Config:
 
 def parse_bytes(text: str | int, name: str = "size") -> int:
     """Bytes from ``1073741824``, ``"512Mi"``, ``"2 GiB"`` or ``"1.5g"``. Raises InvalidArgument."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
+    pattern = r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([kmgt]?i?)b?\s*"
+    match = re.fullmatch(pattern, str(text).lower())
     if match is None or match[2] not in _UNITS:
         raise InvalidArgument(
-            f"{name} = {text!r}: expected bytes such as 1073741824, 512Mi or 2GiB"
+            f"{name} = {_shown(text)}: expected bytes such as 1073741824, 512Mi or 2GiB"
         )
     unit = _UNITS[match[2]]
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
+def _shown(value: Any) -> str:
+    """A value for a message, cut when it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write the longest numbers
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _limit(value: float, size: bool) -> str:
+    """A bound for a message: whole, and sizes in the unit that a user would write."""
+    if size:
+        for unit in ("ti", "gi", "mi", "ki"):
+            if value and value % _UNITS[unit] == 0:
+                return f"{int(value) // _UNITS[unit]}{unit.title()}"
+    return f"{value:d}" if isinstance(value, int) else f"{value:g}"
+
+
+def bounds(low: float | None, high: float | None, size: bool = False) -> str:
+    """``>= low and <= high`` as a message says it; ``size``: in bytes."""
+    found = [(">=", low), ("<=", high)]
+    return " and ".join(f"{sign} {_limit(at, size)}" for sign, at in found if at is not None)
+
+
 def _convert(name: str, kind: type, meta: Mapping[str, Any], value: Any) -> Any:
-    if meta.get("size") and isinstance(value, str):
-        value = parse_bytes(value, name)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    size, low, high = meta.get("size", False), meta.get("low"), meta.get("high")
+    if size:
+        high = _MOST_BYTES if high is None else high
+        value = parse_bytes(value, name) if isinstance(value, str) else value
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (isinstance(value, kind) or (kind is float and whole)) or (kind is int and not whole):
         raise InvalidArgument(
-            f"{name} = {value!r}: expected {kind.__name__}, got {type(value).__name__}"
+            f"{name} = {_shown(value)}: expected {kind.__name__}, got {type(value).__name__}"
         )
     choices = meta.get("choices")
     if choices and str(value) not in choices:
-        raise InvalidArgument(f"{name} = {value!r}: allowed are {', '.join(choices)}")
-    low, high = meta.get("low"), meta.get("high")
+        raise InvalidArgument(f"{name} = {_shown(value)}: allowed are {', '.join(choices)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidArgument(f"{name} = {value}: must be a finite number")
     if (low is not None and value < low) or (high is not None and value > high):
-        upper = "" if high is None else f" and <= {high:g}"
-        raise InvalidArgument(f"{name} = {value!r}: must be >= {low or 0:g}{upper}")
+        raise InvalidArgument(f"{name} = {_shown(value)}: must be {bounds(low, high, size)}")
+    if kind is float:
+        return _float(name, value)
+    return _text(name, value, meta.get("readable", False)) if kind is str else value
+
+
+def _float(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidArgument(f"{name} = {_shown(value)}: is too large") from None
+
+
+def _text(name: str, value: str, readable: bool) -> str:
+    """A path may hold any byte but zero; what clients are shown must be text."""
+    if "\0" in value:
+        raise InvalidArgument(f"{name} = {_shown(value)}: holds a zero character")
+    return utf8(name, value) if readable else value
+
+
+def utf8(name: str, value: str) -> str:
+    """``value`` itself. Raises InvalidArgument when it came from bytes that are not UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{name} = {_shown(value)}: not valid UTF-8 at character {error.start}"
+        ) from None
     return value
 
 
@@ -173,11 +235,11 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             hint = f"; did you mean {where}{near[0]}?" if near else f"; known: {', '.join(known)}"
-            raise InvalidArgument(f"unknown configuration key {name}{hint}")
+            raise InvalidArgument(f"unknown configuration key {name[:80]}{hint}")
         kind = hints[key]
         if dataclasses.is_dataclass(kind):
             if not isinstance(value, Mapping):
-                raise InvalidArgument(f"{name} = {value!r}: expected a table")
+                raise InvalidArgument(f"{name} = {_shown(value)}: expected a table")
             values[key] = from_mapping(cast(type[Any], kind), value, name + ".")
         else:
             values[key] = _convert(name, kind, known[key].metadata, value)
@@ -195,7 +257,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise InvalidArgument(f"configuration file {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and what tomllib lets through
         raise InvalidArgument(f"configuration file {path}: {error}") from error
 
 
@@ -232,7 +294,7 @@ def load(options: Mapping[str, Any], path: str | None = None) -> Config:
         if field:
             table = tables.setdefault(section, {})
             if not isinstance(table, dict):
-                raise InvalidArgument(f"{section} = {table!r}: expected a table")
+                raise InvalidArgument(f"{section} = {_shown(table)}: expected a table")
             tables[section] = {**table, field: value}
         else:
             tables[section] = value
@@ -250,6 +312,20 @@ def _check_fleet(fleet: FleetConfig, given: Mapping[str, Any]) -> FleetConfig:
     if bool(fleet.prefill) != bool(fleet.decode):
         raise InvalidArgument(f"{counts}: one kind needs the other, both or neither >= 1")
     return fleet
+
+
+def check_memory(worker: WorkerConfig, count: int) -> None:
+    """Raises InvalidArgument when this machine lacks the memory for ``count`` workers' pages."""
+    wanted = worker.kv_bytes * count
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    if wanted > free:
+        total = f"all {count} workers together want {wanted}" if count > 1 else f"asks for {wanted}"
+        raise InvalidArgument(
+            f"worker.kv_bytes = {worker.kv_bytes}: {total} bytes of KV pages, "
+            f"but {free} bytes of memory are available"
+        )
 
 
 def read_key_file(path: str | Path) -> bytes:
@@ -271,11 +347,20 @@ def read_key_file(path: str | Path) -> bytes:
 
 
 def make_key_file(path: str | Path) -> bytes:
-    """Write 32 fresh random bytes to a new file of mode 0600; returns them."""
+    """Write 32 fresh random bytes to a new file of mode 0600; returns them.
+
+    The file appears whole: who finds it never reads a part. Raises FileExistsError.
+    """
     key = os.urandom(32)
+    partial = f"{os.fspath(path)}.{os.getpid()}.{os.urandom(4).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o600), "wb") as file:
-        file.write(key)
+    try:
+        with open(os.open(partial, flags, 0o600), "wb") as file:
+            file.write(key)
+        os.link(partial, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
     return key
 
 
@@ -283,10 +368,12 @@ def deployment_secret(directory: str | Path | None = None) -> bytes:
     """The secret of all page keys: a 0600 file in the data directory, made on first use."""
     home = Path(directory) if directory else Path.home() / ".local" / "share" / "kvcore"
     path = home / "secret"
+    if os.path.lexists(path):  # also where nothing can be written
+        return read_key_file(path)
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         return make_key_file(path)
-    except FileExistsError:
+    except FileExistsError:  # another process was quicker
         return read_key_file(path)
     except OSError as error:
         raise InvalidArgument(f"data directory {home}: {error.strerror}") from error

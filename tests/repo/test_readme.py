@@ -1,13 +1,46 @@
-"""The README's library example, run as it stands, against the reference."""
+"""The README's examples: the library's run against the reference, commands read by their parser."""
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 from typing import Any
 
 import numpy as np
+import pytest
+from kvcore import cli, config
 from kvcore.reference import attention
 from tree import ROOT
+
+README = ROOT.joinpath("README.md").read_text()
+COMMANDS = re.findall(r"^kvcore [^#\n]+", "\n".join(README.split("```")[1::2]), re.M)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_is_one(line: str) -> None:
+    options = vars(cli._parser().parse_args(shlex.split(line)[1:]))
+    config.load(options)
+    if "prompt" in options and not options["raw"]:
+        assert options["prompt"].endswith("?"), "a chat is asked something"
+
+
+def test_the_commands_are_found() -> None:
+    kinds = {line.split()[1] for line in COMMANDS}
+    assert kinds == {"serve", "run", "info", "worker"}
+
+
+def test_the_openai_example_ends_soon_and_says_the_same_twice() -> None:
+    (example,) = re.findall(r"```python\n(from openai.*?)```", README, re.S)
+    calls = [node for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Call)]
+    given = {word.arg: ast.unparse(word.value) for call in calls for word in call.keywords}
+    assert int(given["max_tokens"]) <= 128 and given["temperature"] == "0"
+
+
+def test_it_says_how_long_things_take() -> None:
+    for what in ("demo", "test"):
+        after = README.split(f"<!-- ci: {what} -->")[1].split("\n\n", 1)[1][:200]
+        assert re.search(r"about \d+ minutes", after), what
 
 
 def test_the_library_example_is_causal_attention() -> None:

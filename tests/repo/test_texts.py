@@ -18,6 +18,34 @@ def test_api_md_lists_exactly_the_public_names() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_api_md_is_for_people() -> None:
+    """Each name has a short text that is no signature or repr, and a call where it can be made."""
+    rows = re.findall(r"^\| `(.+?)` \| (.*) \|$", (tree.ROOT / "docs/api.md").read_text(), re.M)
+    assert len(rows) > 100
+    for name, text in rows:
+        where = f"{name}: {text}"
+        assert re.fullmatch(r"\w+(\(.*\))?", name), where
+        assert 15 < len(text) <= 200, where
+        assert not re.search(r"<class|<built-in|typing\.|collections\.abc|0x|:\w+:`", where)
+        assert not text.startswith(name.split("(")[0] + "("), where
+        assert text[0].isupper() or text[0] == "`", where
+    calls = {name.split("(")[0]: name for name, _ in rows}
+    assert calls["rope_ptr"].startswith("rope_ptr(x, x_stride, rotation")
+    assert calls["AttentionPlan"] == "AttentionPlan(pool, num_q_heads, scale=None, threads=None)"
+
+
+def test_architecture_says_which_rooms_are_planned() -> None:
+    """A room is marked exactly when it has no source."""
+    text = (tree.ROOT / "docs/architecture.md").read_text()
+    rooms = dict(re.findall(r"^\| `csrc/(\w+)`( \(planned\))? \|", text, re.M))
+    assert rooms.keys() == tree.CPP_LAYERS.keys()
+    full = {path.relative_to(tree.ROOT).parts[1] for path in tree.cpp_files()}
+    for room, mark in rooms.items():
+        assert bool(mark) == (room not in full), room
+    for path in re.findall(r"`((?:csrc|python)/[\w/.]+)`", text):
+        assert (tree.ROOT / path).exists(), path
+
+
 def test_versions_agree() -> None:
     pyproject = re.search(r'^version = "(.+)"', (tree.ROOT / "pyproject.toml").read_text(), re.M)
     cmake = re.search(r"project\(kvcore VERSION (\S+)", (tree.ROOT / "CMakeLists.txt").read_text())

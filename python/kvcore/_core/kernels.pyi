@@ -84,7 +84,9 @@ def merge_states_ptr(
     rows: int,
     dim: int,
     dtype: int,
-) -> None: ...
+) -> None:
+    """``merge_states`` by address: out [rows, dim] contiguous, lse float32 [rows]."""
+
 def append_kv_ptr(
     view_address: int,
     layer: int,
@@ -95,7 +97,9 @@ def append_kv_ptr(
     dtype: int,
     slot_mapping_ptr: int,
     num_tokens: int,
-) -> None: ...
+) -> None:
+    """``append_kv`` by address: k and v rows to the pages of a pool, strides in elements."""
+
 def pack_slice_ptr(
     view_address: int,
     page: int,
@@ -131,7 +135,9 @@ def rms_norm_ptr(
     dim: int,
     eps: float,
     dtype: int,
-) -> None: ...
+) -> None:
+    """Residual add and RMS norm by address: ``x += delta``, ``out = x / rms(x) * weight``."""
+
 def rope_ptr(
     x: int,
     x_stride: int,
@@ -144,5 +150,8 @@ def rope_ptr(
     dim: int,
     eps: float,
     dtype: int,
-) -> None: ...
-def silu_mul_ptr(gate_up: int, out: int, rows: int, dim: int, dtype: int) -> None: ...
+) -> None:
+    """Rotary embedding in place by address, after an RMS norm per head where weights are given."""
+
+def silu_mul_ptr(gate_up: int, out: int, rows: int, dim: int, dtype: int) -> None:
+    """SiLU gate by address: ``out = silu(gate) * up``, gate_up [rows, 2 * dim]."""

@@ -6,6 +6,12 @@ import numpy.typing as npt
 from kvcore._core.base import FaultPlan
 
 class PageSpec:
+    """Geometry of pages: layers, KV heads, head dims, tokens per page, number format, layout.
+
+    ``extent_pages`` 0 picks how many consecutive pages a frame has. Raises InvalidArgument naming
+    the field and what is allowed.
+    """
+
     def __init__(
         self,
         num_layers: int,
@@ -47,12 +53,19 @@ class PageSpec:
     def __hash__(self) -> int: ...
 
 class ReadonlyMapping:
+    """A peer's view of an :class:`Arena`, made by :meth:`Arena.map_readonly`."""
+
     @property
     def bytes(self) -> int: ...
     @property
     def address(self) -> int: ...
 
 class Arena:
+    """One piece of memory behind all pages of a pool, in huge pages where the system gives them.
+
+    Peers on this machine may map it, but only for reading.
+    """
+
     def __init__(self, bytes: int, huge_pages: bool = True) -> None: ...
     @property
     def bytes(self) -> int: ...
@@ -95,6 +108,8 @@ class Pool:
     def view_address(self) -> int: ...
 
 class SequencePages:
+    """The pages of one sequence in order, and the one place that gives them back."""
+
     def __init__(self, pool: Pool) -> None: ...
     def adopt(self, prefix: Sequence[int], num_tokens: int) -> None: ...
     def grow(self, num_tokens: int) -> None: ...
@@ -110,10 +125,15 @@ class SequencePages:
     @property
     def capacity_tokens(self) -> int: ...
 
-def usable_prefix(num_tokens: int, page_size: int) -> int: ...
+def usable_prefix(num_tokens: int, page_size: int) -> int:
+    """Tokens of a prompt that may come from a cache: whole pages, one token left to compute."""
+
 def block_table(
     rows: Sequence[Sequence[int]], max_pages: int | None = None
-) -> npt.NDArray[np.int32]: ...
+) -> npt.NDArray[np.int32]:
+    """Rows of page ids as int32 [num_seqs, max_pages], filled up with -1."""
+
 def slot_mapping(
     pages: Sequence[int], page_size: int, first_token: int, num_tokens: int
-) -> npt.NDArray[np.int64]: ...
+) -> npt.NDArray[np.int64]:
+    """Where tokens from ``first_token`` on go: int64 [num_tokens], page * page_size + slot."""

@@ -17,6 +17,11 @@ class RadixTree:
     def keys(self) -> list[bytes]: ...
 
 class ClusterIndex:
+    """Which worker holds which page keys, as the router knows it.
+
+    Rebuilt from the workers' events; a wrong entry costs a recompute, never a wrong answer.
+    """
+
     def __init__(self) -> None: ...
     def apply(
         self,

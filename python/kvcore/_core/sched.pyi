@@ -10,6 +10,11 @@ def choose(
 ) -> Any: ...
 
 class LoadBook:
+    """What was dispatched to each worker and is not done, counted from the moment of dispatch.
+
+    Unknown requests and workers change nothing and return False.
+    """
+
     def __init__(self) -> None: ...
     def dispatch(
         self, worker_id: bytes, request_id: bytes, uncached_tokens: int, frames: int

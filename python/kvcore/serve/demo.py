@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
@@ -23,7 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvcore.errors import KvcoreError
+from kvcore.errors import IoError, KvcoreError
 from kvcore.model import hub
 from kvcore.serve.document import EIGHT, QUESTIONS, SHORT, document
 
@@ -76,7 +77,33 @@ class Result:
 
 
 def run(model: str, transport: str, max_tokens: int, json_file: str | None) -> int:
-    """Run the demo; returns 0 only if every answer came and equals the single process's."""
+    """Run the demo; returns 0 only if every answer came and equals the single process's.
+
+    SIGTERM ends it as SIGINT does: with the server stopped and nothing left behind.
+    """
+    if json_file:
+        _write(json_file, "a", [])  # refused now rather than when all is done
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(model, transport, max_tokens, json_file)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: types.FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the server is being stopped
+    raise KeyboardInterrupt
+
+
+def _write(path: str, mode: str, lines: Sequence[str]) -> None:
+    try:
+        with open(path, mode, encoding="utf-8") as file:
+            file.writelines(lines)
+    except OSError as error:
+        raise IoError(f"--json {path}: {error.strerror}") from error
+
+
+def _run(model: str, transport: str, max_tokens: int, json_file: str | None) -> int:
     console = Console()
     with console.status(f"model {model}: looking, fetching and converting it if needed"):
         hub.resolve(model)
@@ -92,8 +119,7 @@ def run(model: str, transport: str, max_tokens: int, json_file: str | None) -> i
     console.print(_table(results))
     console.print(_compare(results, alone))
     if json_file:
-        with open(json_file, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(result.record()) + "\n" for result in results)
+        _write(json_file, "w", [json.dumps(result.record()) + "\n" for result in results])
     problems = _problems(results, transport)
     for problem in problems:
         console.print(f"[red]not well:[/red] {problem}")
@@ -135,7 +161,7 @@ def _ask_all(ask: Ask, max_tokens: int, show: Callable[..., None]) -> list[Resul
         results.append(ask(name, prompt, max_tokens, part))
         show("")
     show(f"\n[bold]{len(EIGHT)} at once[/bold]")
-    with ThreadPoolExecutor(len(EIGHT)) as pool:
+    with _pool(len(EIGHT)) as pool:
         jobs = [
             pool.submit(ask, f"at once {i + 1}", prompt, max_tokens, lambda piece: None)
             for i, prompt in enumerate(EIGHT)
@@ -145,6 +171,16 @@ def _ask_all(ask: Ask, max_tokens: int, show: Callable[..., None]) -> list[Resul
             answer = " ".join(results[-1].text.split())
             show(f"- {prompt} {answer}", markup=False, highlight=False)
     return results
+
+
+@contextlib.contextmanager
+def _pool(size: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads whose answers are not waited for when the demo is interrupted."""
+    pool = ThreadPoolExecutor(size)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 @contextlib.contextmanager

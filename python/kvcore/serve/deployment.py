@@ -7,9 +7,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
-import shutil
 import socket
-import tempfile
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from kvcore.errors import InvalidArgument, IoError
 from kvcore.prefix import ClusterIndex
 from kvcore.router.dispatch import Dispatcher
 from kvcore.router.server import Router
+from kvcore.serve import rundir
 from kvcore.serve.app import Front
 from kvcore.serve.backend import RouterBackend
 from kvcore.serve.keys import keys_under
@@ -141,8 +140,7 @@ class Deployment:
         config, stack = self._config, self._stack
         api_key = read_api_key(config)
         sock = stack.enter_context(bind_http(config.http.host, config.http.port))
-        self.runtime_dir = Path(tempfile.mkdtemp(prefix="kvcore-"))
-        stack.callback(shutil.rmtree, self.runtime_dir, ignore_errors=True)
+        self.runtime_dir = stack.enter_context(rundir.private())
         self.router = self._make_router()
         stack.push_async_callback(self.router.close)
         await self.router.start()

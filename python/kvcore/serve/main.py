@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from kvcore.config import Config
+from kvcore import wire
+from kvcore.config import Config, check_memory, deployment_secret, read_key_file
 from kvcore.errors import InvalidArgument
 from kvcore.model import hub
 from kvcore.serve.codec import ModelCodec
@@ -26,9 +27,7 @@ def run(config: Config) -> int:
 
     Raises InvalidArgument, IoError, Unsupported or ModelUnavailable before anything is started.
     """
-    read_api_key(config)
-    bind_http(config.http.host, config.http.port).close()
-    _check_memory(config)
+    _check(config)
     with progress(f"model {config.model}"):
         files = hub.resolve(config.model)
         codec = ModelCodec(files.path)
@@ -38,6 +37,22 @@ def run(config: Config) -> int:
     except WorkerFailed as error:
         log.error("%s", error)
         return 2 if error.exit_code == 2 else 1
+
+
+def _check(config: Config) -> None:
+    """Refuse at once what would otherwise be refused after the model was fetched and read."""
+    fleet, router = config.fleet, config.router
+    read_api_key(config)
+    check_memory(config.worker, fleet.prefill + fleet.decode + fleet.mono)
+    if router.key_file:
+        read_key_file(router.key_file)
+    if router.address:
+        try:
+            wire.parse_address(router.address)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"router.address: {error}") from error
+    deployment_secret()
+    bind_http(config.http.host, config.http.port).close()
 
 
 async def _serve(config: Config, codec: ModelCodec, names: list[str]) -> int:
@@ -52,12 +67,14 @@ async def _serve(config: Config, codec: ModelCodec, names: list[str]) -> int:
         _say(f"kvcore: listening on {deployment.url}")
         key_file, address = deployment.key_file, deployment.router.address
         log.info("workers may join with --router %s --key-file %s", address, key_file)
-        ready = asyncio.create_task(deployment.wait_ready(count))
-        with progress(f"{count} workers starting"):
+        if not count:
+            _say(f"kvcore: waits for workers, --router {address} --key-file {key_file}")
+        ready = asyncio.create_task(_ready(deployment, count))
+        with progress(f"{count} workers starting" if count else "no worker yet"):
             await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
-            ready.result()
-            _say(f"kvcore: {names[0]} is ready, {count} workers")
+            joined = ready.result()
+            _say(f"kvcore: {names[0]} is ready, {joined} worker{'s' if joined > 1 else ''}")
         else:
             ready.cancel()
         deployment.launcher.failed.add_done_callback(lambda _: stop.set())
@@ -67,17 +84,13 @@ async def _serve(config: Config, codec: ModelCodec, names: list[str]) -> int:
     return 0
 
 
-def _check_memory(config: Config) -> None:
-    fleet = config.fleet
-    wanted = config.worker.kv_bytes * (fleet.prefill + fleet.decode + fleet.mono)
-    with open("/proc/meminfo", encoding="ascii") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    if wanted > free:
-        raise InvalidArgument(
-            f"worker.kv_bytes = {config.worker.kv_bytes}: all workers together want {wanted} "
-            f"bytes of KV pages, but {free} bytes of memory are available"
-        )
+async def _ready(deployment: Deployment, count: int) -> int:
+    """Once requests can be served; the number of workers. Raises WorkerFailed."""
+    await deployment.wait_ready(count)
+    while not deployment.backend.ready():
+        await asyncio.sleep(0.05)
+        deployment.check()
+    return len(deployment.router.dispatcher.workers)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from kvcore import cli, info
 from kvcore.serve.launcher import assign_cpus
+from support import served_model
 
 
 def kvcore(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -33,20 +35,50 @@ def kvcore(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, st
         (["serve", "--host", "example.com"], "api-key-file"),
         (["serve", "--config", "/nonexistent.toml"], "/nonexistent.toml"),
         (["serve", "--mono", "1", "--decode", "1"], "fleet.mono = 1"),
-        (["serve", "--kv-bytes", "900Ti"], "worker.kv_bytes"),
+        (["serve", "--kv-bytes", "900Ti", "--port", "0"], "worker.kv_bytes"),
+        (["serve", "--kv-bytes", "5"], "must be >= 1Mi"),
+        (["serve", "--max-wait-s", "nan"], "http.max_wait_s = nan"),
+        (["serve", "--router-address", "foo", "--port", "0"], "router.address"),
+        (["serve", "--key-file", "/nonexistent", "--port", "0"], "/nonexistent"),
         (["serve", "no-such-model", "--port", "0"], "no-such-model"),
         (["worker", "king", "--router", "unix:/x"], "king"),
         (["worker", "decode"], "--router"),
         (["worker", "decode", "--router", "unix:/x", "--key-file", "/nonexistent"], "/nonexistent"),
         (["worker", "decode", "--router", "unix:/x", "--cpus", "a"], "--cpus a"),
         (["worker", "decode", "--router", "unix:/x", "--cpus", "9999"], "--cpus 9999"),
+        (["worker", "mono", "--router", "foo"], "--router"),
+        (["worker", "mono", "--router", "unix:"], "--router"),
+        (["worker", "mono", "--router", "unix:/" + "x" * 200], "107 bytes"),
+        (["worker", "mono", "--router", "tcp:127.0.0.1:0"], "port 0"),
+        (["worker", "mono", "--router", "tcp:10.0.0.1:80"], "--key-file"),
+        (["worker", "mono", "--router", "unix:/x", "--kv-bytes", "900Ti"], "worker.kv_bytes"),
+        (["worker", "mono", "--router", "unix:/x", "--runtime-dir", "/absent"], "/absent"),
+        (["run", "m", "\udcff"], "PROMPT = '\\udcff': not valid UTF-8"),
+        (["run", "\udcff", "x"], "model = '\\udcff': not valid UTF-8"),
+        (["run", "~no-such-user/m", "x"], "~no-such-user/m"),
+        (["run", "m" * 5000, "x"], "too long"),
+        (["run", "m", ""], "PROMPT: is empty"),
+        (["run", "m", "x", "--max-tokens", "0"], "--max-tokens: 0: must be >= 1"),
+        (["run", "m", "x", "--max-tokens", "x"], "invalid int value: 'x'"),
+        (["run", "m", "x", "--temperature", "nan"], "--temperature: nan: must be >= 0"),
+        (["run", "m", "x", "--top-p", "0"], "--top-p: 0: must be >= 1e-09 and <= 1"),
+        (["run", "m", "x", "--seed", "-1"], "--seed: -1: must be >= 0 and <= 18446744073709551615"),
+        (["run", "m", "x", "--kv-bytes", "900Ti"], "worker.kv_bytes"),
+        (["demo", "--max-tokens", "0"], "--max-tokens: 0: must be >= 1"),
         (["nonsense"], "nonsense"),
         ([], "COMMAND"),
     ],
 )
 def test_wrong_usage_exits_2(
-    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    argv: list[str],
+    message: str,
 ) -> None:
+    """Before anything is loaded: a model that would be read is not there."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("kvcore.model.hub.KNOWN_MODELS", {})
     code, _, err = kvcore(capsys, *argv)
     assert code == 2
     assert message in err
@@ -66,6 +98,64 @@ def test_a_taken_port_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
         code, _, err = kvcore(capsys, "serve", "--port", str(port))
     assert code == 1
     assert f"port {port} of 127.0.0.1 is taken" in err
+
+
+def test_what_cannot_be_is_said_before_a_port_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = str(sock.getsockname()[1])
+        code, _, err = kvcore(capsys, "serve", "--kv-bytes", "900Ti", "--port", port)
+    assert code == 2 and "worker.kv_bytes" in err
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose weights must not be read: the refusal comes before."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("kvcore.model.load", lambda *a: pytest.fail("the model is loaded"))
+    return served_model.make(tmp_path / "tiny")
+
+
+def test_a_prompt_is_measured_before_the_weights_are_read(
+    capsys: pytest.CaptureFixture[str], tiny: Path
+) -> None:
+    code, _, err = kvcore(capsys, "run", str(tiny), "x" * 2048, "--raw")
+    assert code == 2 and "PROMPT: has 2048 tokens, must be >= 1 and < 2048" in err
+
+
+def test_a_model_without_a_chat_template_is_named(
+    capsys: pytest.CaptureFixture[str], tiny: Path
+) -> None:
+    (tiny / "tokenizer_config.json").write_text("{}")
+    code, _, err = kvcore(capsys, "run", str(tiny), "x")
+    assert code == 2 and "no chat template; --raw" in err
+
+
+def test_what_the_system_refuses_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(info, "gather", lambda: os.listdir("/nonexistent/facts"))
+    code, _, err = kvcore(capsys, "info")
+    assert code == 1 and err.count("\n") == 1 and "/nonexistent/facts" in err
+
+
+def test_a_data_directory_that_cannot_be_made_is_named(
+    capsys: pytest.CaptureFixture[str], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tiny / "config.json"
+    monkeypatch.setenv("HOME", str(home))
+    code, _, err = kvcore(capsys, "run", str(tiny), "x")
+    assert code == 2 and str(home) in err
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    argv = [sys.executable, "-m", "kvcore", "info", "--json"]
+    done = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert done.returncode == 128 + signal.SIGPIPE and done.stderr == ""
 
 
 def test_a_readable_key_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

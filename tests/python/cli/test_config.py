@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +58,48 @@ def test_every_field_has_a_flag_and_takes_its_default() -> None:
         ("[fleet]\nmono = 1\nprefill = 1\n", r"fleet\.mono = 1"),
         ("[fleet]\nprefill = 0\n", r"fleet\.prefill = 0, fleet\.decode = 1"),
         ("[http\n", r"configuration file .*kvcore\.toml"),
+        ("a = " + "[" * 9000, r"configuration file .*kvcore\.toml"),
+        ("[http]\nport = " + "9" * 9000, r"configuration file .*kvcore\.toml"),
+        ("[http]\nport = 0x" + "f" * 9000, r"http\.port = .*65535"),
+        ("[http]\nmax_wait_s = " + "9" * 400, r"http\.max_wait_s = 9+\.\.\.: is too large"),
+        ("[worker]\nkv_bytes = 5", r"kv_bytes = 5: must be >= 1Mi and <= 1048576Ti$"),
+        ("[worker]\nthreads = 0", r"worker\.threads = 0: must be >= 1 and <= 1024$"),
+        ("[worker]\npacing_bytes_per_s = 1e3", r"pacing_bytes_per_s = 1000\.0: expected int"),
+        ("[worker]\npacing_bytes_per_s = " + "9" * 30, r"pacing_bytes_per_s = 9+: must be >= 0"),
+        ("[http]\nhost = 'a\\u0000'".replace("'", '"'), r"http\.host = .*zero character"),
     ],
 )
 def test_refusals_name_the_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         from_toml(tmp_path, text)
+
+
+FLOATS = [
+    (section, field.name)
+    for section in ("http", "router", "fleet", "worker")
+    for field in dataclasses.fields(getattr(config, f"{section.title()}Config"))
+    if field.type == "float"
+]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(("section", "name"), FLOATS)
+def test_only_finite_numbers_are_taken(tmp_path: Path, section: str, name: str, value: str) -> None:
+    want = rf"{section}\.{name} = {value}: must be a finite number"
+    with pytest.raises(InvalidArgument, match=want):
+        from_toml(tmp_path, f"[{section}]\n{name} = {value}\n")
+    with pytest.raises(InvalidArgument, match=want):
+        config.load({f"{section}.{name}": float(value)})
+
+
+def test_the_floats_are_found() -> None:
+    assert ("router", "rejoin_wait_s") in FLOATS and len(FLOATS) >= 4
+
+
+@pytest.mark.parametrize("key", ["model", "http.served_name"])
+def test_names_for_clients_are_text(key: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"{key} = .*not valid UTF-8 at character 1"):
+        config.load({key: "a\udcff"})
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -83,7 +122,9 @@ def test_bytes(text: str, count: int) -> None:
     assert config.parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1x", "k", "1e9", "1.2.3"])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "1x", "k", "1e9", "1.2.3", "9" * 5000, "9" * 400 + ".5"]
+)
 def test_wrong_bytes(text: str) -> None:
     with pytest.raises(InvalidArgument, match="expected bytes"):
         config.parse_bytes(text)
@@ -113,3 +154,22 @@ def test_deployment_secret_stays(tmp_path: Path) -> None:
     assert config.deployment_secret(tmp_path / "data") == first
     assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "data" / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_processes_that_start_at_once_have_one_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one looks just when the first has made the file, and before it has written it."""
+    seen: list[bytes] = []
+    real = os.open
+
+    def opened(path: Any, flags: int, *mode: int, **more: Any) -> int:
+        fd = real(path, flags, *mode, **more)
+        if flags & os.O_CREAT and not seen:
+            seen.append(b"")
+            seen[0] = config.deployment_secret(tmp_path)
+        return fd
+
+    monkeypatch.setattr(os, "open", opened)
+    assert config.deployment_secret(tmp_path) == seen[0]
+    assert os.listdir(tmp_path) == ["secret"]

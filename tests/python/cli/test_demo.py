@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from kvcore.errors import IoError
 from kvcore.serve import demo
 from support import served_model
 
@@ -40,6 +42,43 @@ def test_demo(tmp_path: Path, transport: str) -> None:
     assert lines[1]["cached_tokens"] == 0
     assert lines[2]["cached_tokens"] > 0.9 * lines[2]["prompt_tokens"]
     assert lines[2]["kv_bytes"] < 0.1 * lines[1]["kv_bytes"]
+
+
+def children(pid: int) -> list[int]:
+    """All processes below ``pid``."""
+    own = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [found for child in map(int, own) for found in (child, *children(child))]
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    """As SIGINT does: no process, and no run directory of the server."""
+    model = served_model.make(tmp_path / "tiny")
+    (tmp_path / "t").mkdir()
+    argv = [sys.executable, "-m", "kvcore", "demo", "--model", str(model), "--max-tokens", "6"]
+    env = {**os.environ, "HOME": str(tmp_path), "TMPDIR": str(tmp_path / "t")}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=env) as process:
+        end = time.monotonic() + 60
+        while not list((tmp_path / "t").glob("kvcore-*/router.sock")):
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        below = children(process.pid)
+        assert below
+        process.terminate()
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert list((tmp_path / "t").iterdir()) == []
+    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_record_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_run", lambda *a: pytest.fail("the demo runs"))
+    for path in (tmp_path, tmp_path / "absent" / "out.json"):
+        with pytest.raises(IoError, match=f"--json {path}: "):
+            demo.run("m", "shm", 1, str(path))
 
 
 def result(name: str, **change: object) -> demo.Result:

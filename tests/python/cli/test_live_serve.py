@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from kvcore import config
+from kvcore.serve import rundir
 from support import served_model
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
@@ -28,14 +30,17 @@ class Serve:
     def __init__(self, folder: Path, model: Path, *flags: str) -> None:
         self.model = model.name
         self._log = folder / "log"
-        env = {**os.environ, "HOME": str(folder)}
+        self.temp = folder / "t"
+        self.temp.mkdir()
+        self.env = env = {**os.environ, "HOME": str(folder), "TMPDIR": str(self.temp)}
         argv = [sys.executable, "-m", "kvcore", "serve", str(model), *FLAGS, *flags]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 argv, stdout=subprocess.PIPE, stderr=log, text=True, env=env
             )
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        self.out = self.process.stdout
+        line = self.out.readline()
         assert line, self.log
         self.url = line.split()[-1]
         self.client = openai.OpenAI(base_url=self.url + "/v1", api_key="x", max_retries=0)
@@ -207,6 +212,7 @@ def test_sigterm_ends_all(mono: Serve) -> None:
     mono.process.send_signal(signal.SIGTERM)
     assert mono.process.wait(20) == 0
     assert not any(alive(pid) for pid in pids)
+    assert list(mono.temp.iterdir()) == []
 
 
 def test_kill_9_of_serve_leaves_no_orphan(pair: Serve) -> None:
@@ -218,6 +224,34 @@ def test_kill_9_of_serve_leaves_no_orphan(pair: Serve) -> None:
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < end
         time.sleep(0.02)
+    (left,) = pair.temp.glob("kvcore-*")
+    assert (left / "control.key").exists()
+    assert rundir.sweep(str(pair.temp)) == [left]
+    assert list(pair.temp.iterdir()) == []
+
+
+def test_workers_by_hand(model: Path, tmp_path: Path) -> None:
+    """A server without workers says that it waits, and is ready only when it can serve."""
+    key, address = tmp_path / "key", f"unix:{tmp_path}/router.sock"
+    config.make_key_file(key)
+    flags = ["--prefill", "0", "--decode", "0", "--router-address", address]
+    serve = Serve(tmp_path, model, *flags, "--key-file", str(key))
+    join = ["--router", address, "--key-file", str(key)]
+    try:
+        assert serve.out.readline() == f"kvcore: waits for workers, {' '.join(join)}\n"
+        assert httpx.get(serve.url + "/health").status_code == 503
+        argv = [sys.executable, "-m", "kvcore", "worker", "mono", "--model", str(model)]
+        argv += [*join, *FLAGS[:4]]
+        with subprocess.Popen(argv, env=serve.env) as worker:
+            assert serve.out.readline() == "kvcore: tiny is ready, 1 worker\n"
+            assert httpx.get(serve.url + "/health").status_code == 200
+            assert serve.ask(count=3).usage.completion_tokens == 3
+            worker.terminate()
+        assert worker.returncode == 0
+    finally:
+        serve.process.terminate()
+        serve.process.wait()
+    assert list(serve.temp.iterdir()) == []
 
 
 def test_run_without_http(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -157,6 +158,65 @@ def test_the_digest_follows_the_bytes_and_nothing_else(tmp_path):
     data[-1] ^= 1
     (moved / "model.safetensors").write_bytes(data)
     assert weights_digest(hub.ModelFiles(moved, "b"), tmp_path / "cache") != first
+
+
+def test_a_digest_that_cannot_be_kept_is_made_again(tmp_path, caplog):
+    """A cache that cannot be written: as root too, so by a file where a directory must be."""
+    files = hub.ModelFiles(tiny.make(tmp_path / "a", "LlamaConfig"), "a")
+    want = weights_digest(files, tmp_path / "cache")
+    (tmp_path / "file").touch()
+    (tmp_path / "ro").mkdir()
+    (tmp_path / "ro" / "digests").touch()
+    caplog.set_level("INFO")
+    for cache in (tmp_path / "file" / "cache", tmp_path / "ro"):
+        caplog.clear()
+        assert weights_digest(files, cache) == want
+        assert str(cache) in caplog.text
+
+
+def test_a_torn_digest_is_not_believed(tmp_path):
+    files = hub.ModelFiles(tiny.make(tmp_path / "a", "LlamaConfig"), "a")
+    want = weights_digest(files, tmp_path / "cache")
+    (memo,) = (tmp_path / "cache" / "digests").iterdir()
+    for content in (b"", b"\xff" * 64, b"x" * 64, want.encode()[:63]):
+        memo.write_bytes(content)
+        assert weights_digest(files, tmp_path / "cache") == want
+        assert memo.read_text() == want
+
+
+@pytest.mark.parametrize("blocked", ["", "models", "locks"])
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, blocked):
+    path = gguf_files.write_llama(tmp_path / "small.gguf")
+    cache = tmp_path / "cache"
+    if blocked:
+        cache.mkdir()
+    (cache / blocked).touch()
+    with pytest.raises(ModelUnavailable, match="cache directory") as error:
+        resolve(path, cache)
+    assert str(cache) in str(error.value) and "HOME" in str(error.value)
+
+
+def test_a_full_disk_leaves_nothing_and_is_named(tmp_path, monkeypatch):
+    def full(path, staging):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = gguf_files.write_llama(tmp_path / "small.gguf")
+    monkeypatch.setattr("kvcore.model.gguf.convert", full)
+    with pytest.raises(ModelUnavailable, match="No space left"):
+        resolve(path, tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache" / "models") == []
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~no-such-user/m", "a\0b"])
+def test_what_cannot_be_a_path_is_refused(tmp_path, name):
+    with pytest.raises(InvalidArgument, match=r"^model: "):
+        resolve(name, tmp_path)
+
+
+def test_a_path_that_is_not_text_is_refused(tmp_path):
+    (tmp_path / "a\udcff").mkdir()
+    with pytest.raises(InvalidArgument, match="not valid UTF-8"):
+        resolve(tmp_path / "a\udcff", tmp_path)
 
 
 def test_resolving_a_directory_imports_neither_torch_nor_transformers(tmp_path):
