@@ -129,3 +129,29 @@ def rope_ptr(
     dtype: int,
 ) -> None: ...
 def silu_mul_ptr(gate_up: int, out: int, rows: int, dim: int, dtype: int) -> None: ...
+def block_bytes(format: str, part: str, tokens: int, dim: int) -> int: ...
+def encode_block_ptr(
+    format: str,
+    part: str,
+    tokens: int,
+    dim: int,
+    rows_ptr: int,
+    stride: int,
+    dtype: int,
+    block_ptr: int,
+    bytes: int,
+) -> None: ...
+def decode_block_ptr(
+    format: str,
+    part: str,
+    tokens: int,
+    dim: int,
+    block_ptr: int,
+    bytes: int,
+    rows_ptr: int,
+    stride: int,
+    dtype: int,
+) -> None: ...
+def check_block_ptr(
+    format: str, part: str, tokens: int, dim: int, block_ptr: int, bytes: int
+) -> None: ...

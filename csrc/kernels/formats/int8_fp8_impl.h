@@ -1,0 +1,236 @@
+// Encoders and decoders of int8 and fp8.
+#pragma once
+
+#include "kernels/formats/codec_impl.h"
+
+namespace kvcore::kernels::KVCORE_ISA_NS {
+namespace {
+
+// Four (two) codes of one lane, dims or tokens one after the other, into one dword (half).
+inline Int join4(Int a, Int b, Int c, Int d) {
+  return (a + (b << 8)) + ((c << 16) + (d << 24));
+}
+
+// --- int8, K: tokens are lanes -----------------------------------------------------------------
+
+template <class E>
+bool encode_int8_k(const EncodeBlock& a) {
+  const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
+  ChannelStats stats;
+  if (!channel_stats<E, true, false>(a, stats)) return false;
+  const Channels& mean = stats.sum;
+  put_means(a, at, stats.sum);
+  Tile tile;
+  for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
+    load_tile<E>(a, first, tile);
+    F inverse[kVecs16];
+    for (int v = 0; v < kVecs16; ++v) {
+      F top = set1(0.f);
+      for (std::int64_t d = 0; d < a.dim; ++d) {
+        const F x = tile.get(d, v) - set1(mean.at[d]);
+        tile.put(d, v, x);
+        top = vmax(top, vabs(x));
+      }
+      const F scale = scale_for(top, 127.f);
+      store_f16(a.block + at.scale + 2 * (first + v * kW), scale);
+      inverse[v] = set1(1.f) / scale;
+    }
+    for (std::int64_t d = 0; d < a.dim; d += 4) {
+      char* codes = a.block + at.codes + k_codes_at(a.tokens, a.dim / 4, first, d / 4, 4);
+      for (int v = 0; v < kVecs16; ++v) {
+        const auto code = [&](std::int64_t i) {
+          return round_int(tile.get(d + i, v) * inverse[v]);
+        };
+        const Int lanes = join4(code(0), code(1), code(2), code(3));
+        store_int(codes + 4 * v * kW, lanes + static_cast<std::int32_t>(0x80808080u));
+      }
+    }
+  }
+  return true;
+}
+
+template <class E>
+void decode_int8_k(const DecodeBlock& a) {
+  const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
+  Channels mean;
+  get_means(a, at, mean);
+  Tile tile;
+  for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
+    const TokenScales scale = get_scales(a.block + at.scale, first);
+    for (std::int64_t d = 0; d < a.dim; d += 4) {
+      const char* codes = a.block + at.codes + k_codes_at(a.tokens, a.dim / 4, first, d / 4, 4);
+      for (int v = 0; v < kVecs16; ++v) {
+        const Int lanes = load_int(codes + 4 * v * kW) ^ static_cast<std::int32_t>(0x80808080u);
+        for (int i = 0; i < 4; ++i) {
+          const F code = to_float((lanes << (24 - 8 * i)) >> 24);
+          tile.put(d + i, v, set1(mean.at[d + i]) + scale.at[v] * code);
+        }
+      }
+    }
+    store_tile<E>(a, first, tile);
+  }
+}
+
+// --- int8, V: dims are lanes -------------------------------------------------------------------
+
+// Largest magnitude of a row, and of everything so far as float bits.
+template <class E>
+float row_top(const EncodeBlock& a, std::int64_t token, Int& largest) {
+  const Row<E> row = row_of<E>(a, token);
+  Int top = set1_int(0);
+  for (std::int64_t d = 0; d < a.dim; d += kW)
+    top = max_int(top, magnitude(row.get(d, a.dim - d)));
+  largest = max_int(largest, top);
+  return hmax(as_float(top));
+}
+
+template <class E>
+bool encode_int8_v(const EncodeBlock& a) {
+  const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
+  Int largest = set1_int(0);
+  for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
+    alignas(64) float top[kGroup], inverse[kGroup];
+    for (std::int64_t t = 0; t < kGroup; ++t) top[t] = row_top<E>(a, first + t, largest);
+    for (std::int64_t t = 0; t < kGroup; t += kW) {
+      const F scale = scale_for(load(top + t), 127.f);
+      store_f16(a.block + at.scale + 2 * (first + t), scale);
+      store(inverse + t, set1(1.f) / scale);
+    }
+    for (std::int64_t t = 0; t < kGroup; t += 4) {
+      F by[4];
+      for (int i = 0; i < 4; ++i) by[i] = set1(inverse[t + i]);
+      for (std::int64_t d = 0; d < a.dim; d += kW) {
+        const auto code = [&](int i) {
+          return round_int(row_of<E>(a, first + t + i).get(d, a.dim - d) * by[i]);
+        };
+        const Int sum = join4(code(0), code(1), code(2), code(3));
+        const auto mid = static_cast<std::int32_t>(0x80808080u);  // no borrow between the bytes
+        put_int(a.block + at.codes + v_codes_at(a.dim, a.tokens / 4, d, (first + t) / 4, 4),
+                a.dim - d, (sum + mid) ^ mid);
+      }
+    }
+  }
+  return within_range(largest);
+}
+
+template <class E>
+void decode_int8_v(const DecodeBlock& a) {
+  const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
+  alignas(64) float scale[kMaxCodecTokens];
+  for (std::int64_t t = 0; t < a.tokens; t += kW)
+    store(scale + t, load_f16(a.block + at.scale + 2 * t));
+  for (std::int64_t t = 0; t < a.tokens; t += 4)
+    for (std::int64_t d = 0; d < a.dim; d += kW) {
+      const Int lanes = get_int(
+          a.block + at.codes + v_codes_at(a.dim, a.tokens / 4, d, t / 4, 4), a.dim - d);
+      for (int i = 0; i < 4; ++i)
+        row_at<E>(a.rows + (t + i) * a.stride_bytes, 0)
+            .put(d, a.dim - d, set1(scale[t + i]) * to_float((lanes << (24 - 8 * i)) >> 24));
+    }
+}
+
+// --- fp8 ---------------------------------------------------------------------------------------
+
+// Writes the block's one scale and gives its inverse.
+inline F put_scale(char* to, float top) {
+  const F scale = scale_for(set1(top), 448.f);
+  alignas(64) char lanes[kW * 2];
+  store_f16(lanes, scale);
+  store_first_bytes(to, lanes, 2);
+  return set1(1.f) / scale;
+}
+inline F get_scale(const char* from) {
+  alignas(64) char lanes[kW * 2] = {};
+  store_first_bytes(lanes, from, 2);
+  float first[kW];
+  store(first, load_f16(lanes));
+  return set1(first[0]);
+}
+
+template <class E>
+bool encode_fp8_k(const EncodeBlock& a) {
+  const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
+  ChannelStats stats;
+  if (!channel_stats<E, true, true>(a, stats)) return false;
+  const Channels& mean = stats.sum;
+  put_means(a, at, stats.sum);
+  F top = set1(0.f);  // subtraction is monotone: the extremes of a channel are enough
+  for (std::int64_t d = 0; d < a.dim; d += kW) {
+    const F m = load(mean.at + d);
+    const F both = vmax(vabs(load(stats.low.at + d) - m), vabs(load(stats.high.at + d) - m));
+    top = vmax(top, first_n(static_cast<std::int32_t>(a.dim - d), both, set1(0.f)));
+  }
+  const F inverse = put_scale(a.block + at.scale, hmax(top));
+  Tile tile;
+  for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
+    load_tile<E>(a, first, tile);
+    for (std::int64_t d = 0; d < a.dim; d += 2) {
+      char* codes = a.block + at.codes + k_codes_at(a.tokens, a.dim / 2, first, d / 2, 2);
+      for (int v = 0; v < kVecs16; ++v) {
+        const Int low = to_e4m3((tile.get(d, v) - set1(mean.at[d])) * inverse);
+        const Int high = to_e4m3((tile.get(d + 1, v) - set1(mean.at[d + 1])) * inverse);
+        store_u16(codes + 2 * v * kW, low | (high << 8));
+      }
+    }
+  }
+  return true;
+}
+
+template <class E>
+void decode_fp8_k(const DecodeBlock& a) {
+  const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
+  Channels mean;
+  get_means(a, at, mean);
+  const F scale = get_scale(a.block + at.scale);
+  Tile tile;
+  for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
+    for (std::int64_t d = 0; d < a.dim; d += 2) {
+      const char* codes = a.block + at.codes + k_codes_at(a.tokens, a.dim / 2, first, d / 2, 2);
+      for (int v = 0; v < kVecs16; ++v) {
+        const Int pair = load_u16(codes + 2 * v * kW);
+        tile.put(d, v, set1(mean.at[d]) + from_e4m3(pair) * scale);
+        tile.put(d + 1, v, set1(mean.at[d + 1]) + from_e4m3(pair >> 8) * scale);
+      }
+    }
+    store_tile<E>(a, first, tile);
+  }
+}
+
+template <class E>
+bool encode_fp8_v(const EncodeBlock& a) {
+  const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
+  Int largest = set1_int(0);
+  float top = 0.f;
+  for (std::int64_t t = 0; t < a.tokens; ++t) {
+    const float row = row_top<E>(a, t, largest);
+    top = row > top ? row : top;
+  }
+  if (!within_range(largest)) return false;
+  const F inverse = put_scale(a.block + at.scale, top);
+  for (std::int64_t t = 0; t < a.tokens; t += 2)
+    for (std::int64_t d = 0; d < a.dim; d += kW) {
+      const Int low = to_e4m3(row_of<E>(a, t).get(d, a.dim - d) * inverse);
+      const Int high = to_e4m3(row_of<E>(a, t + 1).get(d, a.dim - d) * inverse);
+      put_u16(a.block + at.codes + v_codes_at(a.dim, a.tokens / 2, d, t / 2, 2), a.dim - d,
+              low | (high << 8));
+    }
+  return true;
+}
+
+template <class E>
+void decode_fp8_v(const DecodeBlock& a) {
+  const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
+  const F scale = get_scale(a.block + at.scale);
+  for (std::int64_t t = 0; t < a.tokens; t += 2)
+    for (std::int64_t d = 0; d < a.dim; d += kW) {
+      const Int pair = get_u16(
+          a.block + at.codes + v_codes_at(a.dim, a.tokens / 2, d, t / 2, 2), a.dim - d);
+      const Row<E> low = row_at<E>(a.rows + t * a.stride_bytes, 0);
+      const Row<E> high = row_at<E>(a.rows + (t + 1) * a.stride_bytes, 0);
+      low.put(d, a.dim - d, from_e4m3(pair) * scale);
+      high.put(d, a.dim - d, from_e4m3(pair >> 8) * scale);
+    }
+}
+
+}  // namespace
+}  // namespace kvcore::kernels::KVCORE_ISA_NS
