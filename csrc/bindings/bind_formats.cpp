@@ -56,26 +56,46 @@ std::int64_t block_bytes(const std::string& format, const std::string& part, std
   return unwrap(kernels::block_bytes(spec_of(format, part, tokens, dim)));
 }
 
+// Heads of a page one after the other: block i reads rows + i * rows_step elements and writes
+// block + i * block_step bytes.
+struct Repeat {
+  std::int64_t count, rows_step, block_step;
+};
+void check_repeat(const Repeat& repeat) {
+  if (repeat.count < 0)
+    throw ErrorException{invalid_argument(text("count=", repeat.count, ": allowed from 0"))};
+}
+
 void encode_block(const std::string& format, const std::string& part, std::int64_t tokens,
                   std::int64_t dim, Address rows, std::int64_t stride, int dtype, Address block,
-                  std::int64_t bytes) {
+                  std::int64_t bytes, std::int64_t count, std::int64_t rows_step,
+                  std::int64_t block_step) {
   const BlockSpec spec = spec_of(format, part, tokens, dim);
-  const void* from = needed<const void>("rows", rows);
+  const char* from = needed<const char>("rows", rows);
   std::byte* to = needed<std::byte>("block", block);
   const DType type = dtype_of(dtype);
+  const Repeat repeat{count, rows_step * size_of(type), block_step};
+  check_repeat(repeat);
   const py::gil_scoped_release release;
-  unwrap(kernels::encode_page_block(spec, from, stride, type, {to, size_of_block(bytes)}));
+  for (std::int64_t i = 0; i < count; ++i)
+    unwrap(kernels::encode_page_block(spec, from + i * repeat.rows_step, stride, type,
+                                      {to + i * repeat.block_step, size_of_block(bytes)}));
 }
 
 void decode_block(const std::string& format, const std::string& part, std::int64_t tokens,
                   std::int64_t dim, Address block, std::int64_t bytes, Address rows,
-                  std::int64_t stride, int dtype) {
+                  std::int64_t stride, int dtype, std::int64_t count, std::int64_t rows_step,
+                  std::int64_t block_step) {
   const BlockSpec spec = spec_of(format, part, tokens, dim);
   const std::byte* from = needed<const std::byte>("block", block);
-  void* to = needed<void>("rows", rows);
+  char* to = needed<char>("rows", rows);
   const DType type = dtype_of(dtype);
+  const Repeat repeat{count, rows_step * size_of(type), block_step};
+  check_repeat(repeat);
   const py::gil_scoped_release release;
-  unwrap(kernels::decode_page_block(spec, {from, size_of_block(bytes)}, to, stride, type));
+  for (std::int64_t i = 0; i < count; ++i)
+    unwrap(kernels::decode_page_block(spec, {from + i * repeat.block_step, size_of_block(bytes)},
+                                      to + i * repeat.rows_step, stride, type));
 }
 
 void check_block(const std::string& format, const std::string& part, std::int64_t tokens,
@@ -93,10 +113,12 @@ void bind_formats(py::module_ m) {
         py::arg("dim"));
   m.def("encode_block_ptr", &encode_block, py::arg("format"), py::arg("part"), py::arg("tokens"),
         py::arg("dim"), py::arg("rows_ptr"), py::arg("stride"), py::arg("dtype"),
-        py::arg("block_ptr"), py::arg("bytes"));
+        py::arg("block_ptr"), py::arg("bytes"), py::arg("count") = 1, py::arg("rows_step") = 0,
+        py::arg("block_step") = 0);
   m.def("decode_block_ptr", &decode_block, py::arg("format"), py::arg("part"), py::arg("tokens"),
         py::arg("dim"), py::arg("block_ptr"), py::arg("bytes"), py::arg("rows_ptr"),
-        py::arg("stride"), py::arg("dtype"));
+        py::arg("stride"), py::arg("dtype"), py::arg("count") = 1, py::arg("rows_step") = 0,
+        py::arg("block_step") = 0);
   m.def("check_block_ptr", &check_block, py::arg("format"), py::arg("part"), py::arg("tokens"),
         py::arg("dim"), py::arg("block_ptr"), py::arg("bytes"));
 }

@@ -388,9 +388,7 @@ def _block(block: Any, *, write: bool = False) -> _Tensor:
 def _head_rows(rows: Any, *, write: bool = False) -> _Tensor:
     t = _describe("rows", rows, write=write)
     if t.dtype not in DTYPE_CODES:
-        raise InvalidArgument(
-            f"rows has dtype {t.dtype}: expected one of {', '.join(DTYPE_CODES)}"
-        )
+        raise InvalidArgument(f"rows has dtype {t.dtype}: expected one of {', '.join(DTYPE_CODES)}")
     if len(t.shape) != 2 or (t.shape[1] > 1 and t.strides[1] != 1):
         raise InvalidArgument(
             f"rows has shape {list(t.shape)} and strides {list(t.strides)}: "
@@ -415,11 +413,12 @@ def encode_block(format: str, part: str, rows: Any, block: Any = None) -> Any:
             in magnitude, by token and dim (a given block is then undefined).
     """
     r = _head_rows(rows)
+    tokens, dim = r.shape
     if block is None:
-        block = np.empty(block_bytes(format, part, *r.shape), np.uint8)
+        block = np.empty(block_bytes(format, part, tokens, dim), np.uint8)
     b = _block(block, write=True)
     code = DTYPE_CODES[r.dtype]
-    encode_block_ptr(format, part, *r.shape, r.ptr, r.strides[0], code, b.ptr, b.shape[0])
+    encode_block_ptr(format, part, tokens, dim, r.ptr, r.strides[0], code, b.ptr, b.shape[0])
     return block
 
 
@@ -444,9 +443,7 @@ def decode_block(
     if r.shape != (tokens, dim):
         raise InvalidArgument(f"rows has shape {list(r.shape)}: expected {[tokens, dim]}")
     code = DTYPE_CODES[r.dtype]
-    decode_block_ptr(
-        format, part, tokens, dim, b.ptr, b.shape[0], r.ptr, r.strides[0], code
-    )
+    decode_block_ptr(format, part, tokens, dim, b.ptr, b.shape[0], r.ptr, r.strides[0], code)
     return rows
 
 

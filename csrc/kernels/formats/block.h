@@ -1,6 +1,6 @@
-// Where the arrays of a compressed head block lie, and the argument structs between the entry points
-// (any instruction set) and the per-ISA codecs. docs/formats.md draws the layouts.
-// Plain data only: compiled with wide instructions, where no std type may appear.
+// Where the arrays of a compressed head block lie, and the argument structs between the entry
+// points (any instruction set) and the per-ISA codecs. docs/formats.md draws the layouts. Plain
+// data only: compiled with wide instructions, where no std type may appear.
 //
 // A block = arrays in this order, each starting at a multiple of 64 bytes, zero bytes between:
 //   int8  K  mean bf16 [D]  scale f16 [P]     codes u8 (code + 128) [P/TB][D/4][TB][4]
@@ -33,7 +33,7 @@ struct BlockArrays {
   std::int64_t scale;    // f16 [P], f16 [1] or e4m3 [D]; also v4's and v3's norms
   std::int64_t minimum;  // s8 [D]
   std::int64_t codes;
-  std::int64_t bytes;    // of the whole block
+  std::int64_t bytes;  // of the whole block
 };
 
 // Bytes of the codes of one dim block of `dims` dims of v3, for 16 tokens.
@@ -82,7 +82,7 @@ constexpr std::uint64_t kSignWords[4] = {0x243f6a8885a308d3u, 0x13198a2e03707344
 }
 
 struct EncodeBlock {
-  const char* rows;          // [tokens][dim] of dtype, contiguous dims
+  const char* rows;           // [tokens][dim] of dtype, contiguous dims
   std::int64_t stride_bytes;  // between tokens
   DType dtype;
   Format format;

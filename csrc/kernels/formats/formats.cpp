@@ -54,8 +54,8 @@ Status check_call(const BlockSpec& s, std::size_t bytes, std::int64_t stride) {
   if (static_cast<std::int64_t>(bytes) != wanted)
     return invalid_argument(text("block has ", bytes, " bytes: expected ", wanted));
   if (stride < s.dim)
-    return invalid_argument(text("rows have a token stride of ", stride,
-                                 " elements: expected at least dim = ", s.dim));
+    return invalid_argument(
+        text("rows have a token stride of ", stride, " elements: expected at least dim = ", s.dim));
   return {};
 }
 

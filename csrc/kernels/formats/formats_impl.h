@@ -38,12 +38,15 @@ void decode_of(const DecodeBlock& a) {
   }
 }
 
-#define KVCORE_BY_DTYPE(function, args)                        \
-  switch ((args).dtype) {                                      \
-    case DType::kF32: return function<F32Elements>(args);      \
-    case DType::kF16: return function<F16Elements>(args);      \
-    case DType::kBf16: break;                                  \
-  }                                                            \
+#define KVCORE_BY_DTYPE(function, args)   \
+  switch ((args).dtype) {                 \
+    case DType::kF32:                     \
+      return function<F32Elements>(args); \
+    case DType::kF16:                     \
+      return function<F16Elements>(args); \
+    case DType::kBf16:                    \
+      break;                              \
+  }                                       \
   return function<Bf16Elements>(args);
 
 bool encode_block(const EncodeBlock& args) { KVCORE_BY_DTYPE(encode_of, args) }

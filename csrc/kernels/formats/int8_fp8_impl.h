@@ -7,9 +7,7 @@ namespace kvcore::kernels::KVCORE_ISA_NS {
 namespace {
 
 // Four (two) codes of one lane, dims or tokens one after the other, into one dword (half).
-inline Int join4(Int a, Int b, Int c, Int d) {
-  return (a + (b << 8)) + ((c << 16) + (d << 24));
-}
+inline Int join4(Int a, Int b, Int c, Int d) { return (a + (b << 8)) + ((c << 16) + (d << 24)); }
 
 // --- int8, K: tokens are lanes -----------------------------------------------------------------
 
@@ -22,16 +20,15 @@ bool encode_int8_k(const EncodeBlock& a) {
   put_means(a, at, stats.sum);
   Tile tile;
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
-    load_tile<E>(a, first, tile);
-    F inverse[kVecs16];
+    F top[kVecs16], inverse[kVecs16];
+    for (F& t : top) t = set1(0.f);
+    load_tile<E>(a, first, tile, [&](std::int64_t d, int v, F x) {
+      x = x - set1(mean.at[d]);
+      top[v] = vmax(top[v], vabs(x));
+      return x;
+    });
     for (int v = 0; v < kVecs16; ++v) {
-      F top = set1(0.f);
-      for (std::int64_t d = 0; d < a.dim; ++d) {
-        const F x = tile.get(d, v) - set1(mean.at[d]);
-        tile.put(d, v, x);
-        top = vmax(top, vabs(x));
-      }
-      const F scale = scale_for(top, 127.f);
+      const F scale = scale_for(top[v], 127.f);
       store_f16(a.block + at.scale + 2 * (first + v * kW), scale);
       inverse[v] = set1(1.f) / scale;
     }
@@ -54,43 +51,37 @@ void decode_int8_k(const DecodeBlock& a) {
   const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
   Channels mean;
   get_means(a, at, mean);
-  Tile tile;
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
     const TokenScales scale = get_scales(a.block + at.scale, first);
-    for (std::int64_t d = 0; d < a.dim; d += 4) {
-      const char* codes = a.block + at.codes + k_codes_at(a.tokens, a.dim / 4, first, d / 4, 4);
-      for (int v = 0; v < kVecs16; ++v) {
-        const Int lanes = load_int(codes + 4 * v * kW) ^ static_cast<std::int32_t>(0x80808080u);
-        for (int i = 0; i < 4; ++i) {
-          const F code = to_float((lanes << (24 - 8 * i)) >> 24);
-          tile.put(d + i, v, set1(mean.at[d + i]) + scale.at[v] * code);
-        }
-      }
-    }
-    store_tile<E>(a, first, tile);
+    store_tile<E>(a, first, [&](std::int64_t d, int v) {
+      const Int lanes = load_int(a.block + at.codes +
+                                 k_codes_at(a.tokens, a.dim / 4, first, d / 4, 4) + 4 * v * kW);
+      const Int code = ((lanes ^ static_cast<std::int32_t>(0x80808080u)) << (24 - d % 4 * 8)) >> 24;
+      return set1(mean.at[d]) + scale.at[v] * to_float(code);
+    });
   }
 }
 
 // --- int8, V: dims are lanes -------------------------------------------------------------------
 
-// Largest magnitude of a row, and of everything so far as float bits.
+// Largest magnitudes of a row, per lane.
 template <class E>
-float row_top(const EncodeBlock& a, std::int64_t token, Int& largest) {
-  const Row<E> row = row_of<E>(a, token);
-  Int top = set1_int(0);
-  for (std::int64_t d = 0; d < a.dim; d += kW)
-    top = max_int(top, magnitude(row.get(d, a.dim - d)));
-  largest = max_int(largest, top);
-  return hmax(as_float(top));
+F row_top(const EncodeBlock& a, std::int64_t token, Range<E>& range) {
+  F top = set1(0.f);
+  for (std::int64_t d = 0; d < a.dim; d += 2 * kW) {
+    const Two two = get_two(row_of<E>(a, token), d, a.dim, range);
+    top = vmax(top, vmax(vabs(two.a), vabs(two.b)));
+  }
+  return top;
 }
 
 template <class E>
 bool encode_int8_v(const EncodeBlock& a) {
   const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
-  Int largest = set1_int(0);
+  Range<E> range;
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
     alignas(64) float top[kGroup], inverse[kGroup];
-    for (std::int64_t t = 0; t < kGroup; ++t) top[t] = row_top<E>(a, first + t, largest);
+    for (std::int64_t t = 0; t < kGroup; ++t) top[t] = hmax(row_top<E>(a, first + t, range));
     for (std::int64_t t = 0; t < kGroup; t += kW) {
       const F scale = scale_for(load(top + t), 127.f);
       store_f16(a.block + at.scale + 2 * (first + t), scale);
@@ -110,7 +101,7 @@ bool encode_int8_v(const EncodeBlock& a) {
       }
     }
   }
-  return within_range(largest);
+  return range.holds();
 }
 
 template <class E>
@@ -121,8 +112,8 @@ void decode_int8_v(const DecodeBlock& a) {
     store(scale + t, load_f16(a.block + at.scale + 2 * t));
   for (std::int64_t t = 0; t < a.tokens; t += 4)
     for (std::int64_t d = 0; d < a.dim; d += kW) {
-      const Int lanes = get_int(
-          a.block + at.codes + v_codes_at(a.dim, a.tokens / 4, d, t / 4, 4), a.dim - d);
+      const Int lanes =
+          get_int(a.block + at.codes + v_codes_at(a.dim, a.tokens / 4, d, t / 4, 4), a.dim - d);
       for (int i = 0; i < 4; ++i)
         row_at<E>(a.rows + (t + i) * a.stride_bytes, 0)
             .put(d, a.dim - d, set1(scale[t + i]) * to_float((lanes << (24 - 8 * i)) >> 24));
@@ -136,12 +127,12 @@ inline F put_scale(char* to, float top) {
   const F scale = scale_for(set1(top), 448.f);
   alignas(64) char lanes[kW * 2];
   store_f16(lanes, scale);
-  store_first_bytes(to, lanes, 2);
+  copy_bytes(to, lanes, 2);
   return set1(1.f) / scale;
 }
 inline F get_scale(const char* from) {
   alignas(64) char lanes[kW * 2] = {};
-  store_first_bytes(lanes, from, 2);
+  copy_bytes(lanes, from, 2);
   float first[kW];
   store(first, load_f16(lanes));
   return set1(first[0]);
@@ -163,12 +154,12 @@ bool encode_fp8_k(const EncodeBlock& a) {
   const F inverse = put_scale(a.block + at.scale, hmax(top));
   Tile tile;
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
-    load_tile<E>(a, first, tile);
+    load_tile<E>(a, first, tile,
+                 [&](std::int64_t d, int, F x) { return (x - set1(mean.at[d])) * inverse; });
     for (std::int64_t d = 0; d < a.dim; d += 2) {
       char* codes = a.block + at.codes + k_codes_at(a.tokens, a.dim / 2, first, d / 2, 2);
       for (int v = 0; v < kVecs16; ++v) {
-        const Int low = to_e4m3((tile.get(d, v) - set1(mean.at[d])) * inverse);
-        const Int high = to_e4m3((tile.get(d + 1, v) - set1(mean.at[d + 1])) * inverse);
+        const Int low = to_e4m3(tile.get(d, v)), high = to_e4m3(tile.get(d + 1, v));
         store_u16(codes + 2 * v * kW, low | (high << 8));
       }
     }
@@ -182,31 +173,22 @@ void decode_fp8_k(const DecodeBlock& a) {
   Channels mean;
   get_means(a, at, mean);
   const F scale = get_scale(a.block + at.scale);
-  Tile tile;
-  for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
-    for (std::int64_t d = 0; d < a.dim; d += 2) {
-      const char* codes = a.block + at.codes + k_codes_at(a.tokens, a.dim / 2, first, d / 2, 2);
-      for (int v = 0; v < kVecs16; ++v) {
-        const Int pair = load_u16(codes + 2 * v * kW);
-        tile.put(d, v, set1(mean.at[d]) + from_e4m3(pair) * scale);
-        tile.put(d + 1, v, set1(mean.at[d + 1]) + from_e4m3(pair >> 8) * scale);
-      }
-    }
-    store_tile<E>(a, first, tile);
-  }
+  for (std::int64_t first = 0; first < a.tokens; first += kGroup)
+    store_tile<E>(a, first, [&](std::int64_t d, int v) {
+      const Int pair = load_u16(a.block + at.codes +
+                                k_codes_at(a.tokens, a.dim / 2, first, d / 2, 2) + 2 * v * kW);
+      return set1(mean.at[d]) + from_e4m3(d % 2 == 0 ? pair : pair >> 8) * scale;
+    });
 }
 
 template <class E>
 bool encode_fp8_v(const EncodeBlock& a) {
   const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
-  Int largest = set1_int(0);
-  float top = 0.f;
-  for (std::int64_t t = 0; t < a.tokens; ++t) {
-    const float row = row_top<E>(a, t, largest);
-    top = row > top ? row : top;
-  }
-  if (!within_range(largest)) return false;
-  const F inverse = put_scale(a.block + at.scale, top);
+  Range<E> range;
+  F top = set1(0.f);
+  for (std::int64_t t = 0; t < a.tokens; ++t) top = vmax(top, row_top<E>(a, t, range));
+  if (!range.holds()) return false;
+  const F inverse = put_scale(a.block + at.scale, hmax(top));
   for (std::int64_t t = 0; t < a.tokens; t += 2)
     for (std::int64_t d = 0; d < a.dim; d += kW) {
       const Int low = to_e4m3(row_of<E>(a, t).get(d, a.dim - d) * inverse);
@@ -223,8 +205,8 @@ void decode_fp8_v(const DecodeBlock& a) {
   const F scale = get_scale(a.block + at.scale);
   for (std::int64_t t = 0; t < a.tokens; t += 2)
     for (std::int64_t d = 0; d < a.dim; d += kW) {
-      const Int pair = get_u16(
-          a.block + at.codes + v_codes_at(a.dim, a.tokens / 2, d, t / 2, 2), a.dim - d);
+      const Int pair =
+          get_u16(a.block + at.codes + v_codes_at(a.dim, a.tokens / 2, d, t / 2, 2), a.dim - d);
       const Row<E> low = row_at<E>(a.rows + t * a.stride_bytes, 0);
       const Row<E> high = row_at<E>(a.rows + (t + 1) * a.stride_bytes, 0);
       low.put(d, a.dim - d, from_e4m3(pair) * scale);

@@ -28,12 +28,12 @@ inline void put_grids(char* to, const K4Grids& grids) {
   alignas(64) float wide[kW] = {grids.scale, grids.minimum};
   alignas(64) char lanes[kW * 2];
   store_f16(lanes, load(wide));
-  store_first_bytes(to, lanes, 4);
+  copy_bytes(to, lanes, 4);
 }
 inline K4Grids get_grids(const char* from) {
   alignas(64) char lanes[kW * 2] = {};
   alignas(64) float wide[kW];
-  store_first_bytes(lanes, from, 4);
+  copy_bytes(lanes, from, 4);
   store(wide, load_f16(lanes));
   return {wide[0], wide[1]};
 }
@@ -47,7 +47,7 @@ inline void put_channels(const EncodeBlock& a, const BlockArrays& at, Channels& 
   for (std::int64_t d = 0; d < a.dim; d += kW) {
     const F least = load(low.at + d), quotient = least / grid;
     Int code = truncate(quotient);
-    code += (Int)(to_float(code) > quotient);     // floor
+    code += (Int)(to_float(code) > quotient);      // floor
     code += (Int)(to_float(code) * grid > least);  // the quotient was rounded up to an integer
     put_u8(a.block + at.minimum + d, a.dim - d, code);
     const F z = to_float(code) * grid;
@@ -72,15 +72,15 @@ bool encode_k4(const EncodeBlock& a) {
   const Channels &z = stats.low, &inverse = stats.high;
   Tile tile;
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
-    load_tile<E>(a, first, tile);
+    load_tile<E>(a, first, tile, [&](std::int64_t d, int, F x) {
+      return (x - set1(z.at[d])) * set1(inverse.at[d]);
+    });
     for (std::int64_t d = 0; d < a.dim; d += 8) {
       char* codes = a.block + at.codes + k_codes_at(a.tokens, a.dim / 8, first, d / 8, 4);
       for (int v = 0; v < kVecs16; ++v) {
         Int lanes = set1_int(0);
-        for (int i = 0; i < 8; ++i) {
-          const F x = (tile.get(d + i, v) - set1(z.at[d + i])) * set1(inverse.at[d + i]);
-          lanes |= round_int(x) << (i < 4 ? 8 * i : 8 * i - 28);
-        }
+        for (int i = 0; i < 8; ++i)
+          lanes |= round_int(tile.get(d + i, v)) << (i < 4 ? 8 * i : 8 * i - 28);
         store_int(codes + 4 * v * kW, lanes);
       }
     }
@@ -96,25 +96,19 @@ void decode_k4(const DecodeBlock& a) {
   for (std::int64_t d = 0; d < a.dim; d += kW) {
     alignas(64) char bytes[2][kW] = {};
     const std::int64_t n = a.dim - d < kW ? a.dim - d : kW;
-    store_first_bytes(bytes[0], a.block + at.minimum + d, n);
-    store_first_bytes(bytes[1], a.block + at.scale + d, n);
+    copy_bytes(bytes[0], a.block + at.minimum + d, n);
+    copy_bytes(bytes[1], a.block + at.scale + d, n);
     store(z.at + d, to_float(load_s8(bytes[0])) * set1(grids.minimum));
     store(step.at + d, from_e4m3(load_u8(bytes[1])) * set1(grids.scale));
   }
-  Tile tile;
-  for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
-    for (std::int64_t d = 0; d < a.dim; d += 8) {
-      const char* codes = a.block + at.codes + k_codes_at(a.tokens, a.dim / 8, first, d / 8, 4);
-      for (int v = 0; v < kVecs16; ++v) {
-        const Int lanes = load_int(codes + 4 * v * kW);
-        for (int i = 0; i < 8; ++i) {
-          const F code = to_float((lanes >> (i < 4 ? 8 * i : 8 * i - 28)) & 15);
-          tile.put(d + i, v, set1(z.at[d + i]) + set1(step.at[d + i]) * code);
-        }
-      }
-    }
-    store_tile<E>(a, first, tile);
-  }
+  for (std::int64_t first = 0; first < a.tokens; first += kGroup)
+    store_tile<E>(a, first, [&](std::int64_t d, int v) {
+      const Int lanes = load_int(a.block + at.codes +
+                                 k_codes_at(a.tokens, a.dim / 8, first, d / 8, 4) + 4 * v * kW);
+      const std::int64_t shift = d % 8 < 4 ? d % 8 * 8 : d % 8 * 8 - 28;
+      const F code = to_float((lanes >> static_cast<std::int32_t>(shift)) & 15);
+      return set1(z.at[d]) + set1(step.at[d]) * code;
+    });
 }
 
 }  // namespace

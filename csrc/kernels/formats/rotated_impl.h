@@ -17,32 +17,34 @@ constexpr Signs make_signs() {
 }
 constexpr Signs kSigns = make_signs();
 
-// What differs between v4 and v3, as tables that a vector can look up.
+// What differs between v4 and v3, as tables that a vector can look up. Encoders measure in cells of
+// `width` levels; each cell holds at most one boundary between two levels.
 struct alignas(64) Codebook {
   std::int32_t levels;  // positive ones
-  float units;          // level per standard deviation
-  float cell;           // 1 / width of a cell; each cell holds at most one boundary of levels
-  float boundary[16];   // of a cell: between levels c and c + 1
-  float positive[16];   // levels of magnitudes
+  float units;          // cells per standard deviation
+  float boundary[16];   // of a cell, in cells: between levels c and c + 1
+  float square[16];     // of the level of a magnitude
   float all[16];        // levels of codes
 };
 template <int kN>
-constexpr Codebook make_codebook(const std::int32_t (&levels)[kN], float units, float cell) {
-  Codebook b{kN, units, cell, {}, {}, {}};
+constexpr Codebook make_codebook(const std::int32_t (&levels)[kN], float units, float width) {
+  Codebook b{kN, units / width, {}, {}, {}};
   for (int i = 0; i < 16; ++i) b.boundary[i] = __builtin_inff();
   for (int i = 0; i < kN; ++i) {
     const auto level = static_cast<float>(levels[i]);
-    b.positive[i] = b.all[kN + i] = level;
+    b.square[i] = level * level;
+    b.all[kN + i] = level;
     b.all[kN - 1 - i] = -level;
-    if (i + 1 < kN) b.boundary[i] = static_cast<float>(levels[i] + levels[i + 1]) / 2.f;
+    if (i + 1 < kN) b.boundary[i] = static_cast<float>(levels[i] + levels[i + 1]) / (2.f * width);
   }
   return b;
 }
-constexpr Codebook kV4Book = make_codebook(kV4Levels, kV4Units, 1.f / 16.f);
-constexpr Codebook kV3Book = make_codebook(kV3Levels, kV3Units, 1.f / 32.f);
+// Widths are powers of two, so that counting in cells rounds as counting in levels does.
+constexpr Codebook kV4Book = make_codebook(kV4Levels, kV4Units, 16.f);
+constexpr Codebook kV3Book = make_codebook(kV3Levels, kV3Units, 32.f);
 constexpr bool one_boundary_per_cell(const Codebook& b) {
   for (int i = 0; i + 1 < b.levels; ++i)
-    if (static_cast<int>(b.boundary[i] * b.cell) != i) return false;
+    if (static_cast<int>(b.boundary[i]) != i) return false;
   return true;
 }
 static_assert(one_boundary_per_cell(kV4Book) && one_boundary_per_cell(kV3Book));
@@ -57,14 +59,18 @@ void butterflies(Tile& tile, std::int64_t dim, std::int64_t h) {
     for (std::int64_t i = base; i < base + h; ++i)
       for (int v = 0; v < kVecs16; ++v) {
         F x[kN];
+#pragma GCC unroll 16
         for (int n = 0; n < kN; ++n) x[n] = tile.get(i + n * h, v);
+#pragma GCC unroll 4
         for (int step = 1; step < kN; step *= 2)
+#pragma GCC unroll 16
           for (int n = 0; n < kN; ++n)
             if ((n & step) == 0) {
               const F a = x[n], b = x[n + step];
               x[n] = a + b;
               x[n + step] = a - b;
             }
+#pragma GCC unroll 16
         for (int n = 0; n < kN; ++n) tile.put(i + n * h, v, x[n]);
       }
 }
@@ -72,6 +78,10 @@ void butterflies(Tile& tile, std::int64_t dim, std::int64_t h) {
 inline void hadamard(Tile& tile, std::int64_t dim) {
   const std::int64_t width = hadamard_width(dim);
   std::int64_t h = 1;
+  if (kW == 16 && width == 128) {  // enough registers for 4 + 3 stages instead of 3 + 3 + 1
+    butterflies<kW == 16 ? 4 : 3>(tile, dim, h);
+    h = 16;
+  }
   while (h * 8 <= width) {
     butterflies<3>(tile, dim, h);
     h *= 8;
@@ -87,25 +97,6 @@ struct alignas(64) Codes {
   std::uint8_t at[kMaxCodecDim][kGroup];
 };
 
-// Gives the largest magnitudes, as float bits.
-template <class E>
-Int load_signed_tile(const EncodeBlock& a, std::int64_t first, Tile& tile) {
-  Int largest = set1_int(0);
-  for (std::int64_t t = 0; t < kGroup; t += kW)
-    for (std::int64_t d = 0; d < a.dim; d += kW) {
-      const Int signs = load_int(kSigns.bits + d);
-      F v[kW];
-      for (int i = 0; i < kW; ++i) {
-        const F x = row_of<E>(a, first + t + i).get(d, a.dim - d);
-        largest = max_int(largest, magnitude(x));
-        v[i] = as_float(as_int(x) ^ signs);
-      }
-      transpose(v);
-      for (int i = 0; i < kW; ++i) store(&tile.at[d + i][t], v[i]);
-    }
-  return largest;
-}
-
 // Codes of one vector of tokens and the norms that give the decoded rows their length.
 inline F choose_codes(const Tile& tile, const Codebook& book, std::int64_t dim, int v,
                       Codes& codes) {
@@ -119,18 +110,16 @@ inline F choose_codes(const Tile& tile, const Codebook& book, std::int64_t dim, 
   const Int visible = energy >= set1(0x1p-60f);
   const F raw = vsqrt(set1(static_cast<float>(dim)) / energy) * set1(book.units);
   const F unit = as_float(as_int(raw) & visible);
-  const Table16 boundary(book.boundary), level(book.positive);
+  const Table16 boundary(book.boundary), square(book.square);
   const Int top = set1_int(book.levels - 1), half = set1_int(book.levels);
   const Int flip = set1_int(2 * book.levels - 1);
   F squares = set1(0.f);  // an integer below 2^24: exact
   for (std::int64_t d = 0; d < dim; ++d) {
     const F x = tile.get(d, v) * unit, size = vabs(x);
-    const Int cell = min_int(truncate(size * set1(book.cell)), top);
-    const Int index = cell - (Int)(size > boundary(cell));
-    const F chosen = level(index);
-    squares = squares + chosen * chosen;
-    const Int negative = x < set1(0.f);
-    store_u8(&codes.at[d][v * kW], (index + half) ^ (flip & negative));
+    const Int cell = min_int(truncate(size), top);
+    const Int index = plus_above(cell, size, boundary(cell));
+    squares = squares + square(index);
+    store_u8(&codes.at[d][v * kW], (index + half) ^ (flip & (as_int(x) >> 31)));
   }
   const F width = set1(static_cast<float>(hadamard_width(dim)));
   return vmax(nearest_f16(vsqrt(energy / (squares * width))), set1(0x1p-24f));
@@ -159,29 +148,47 @@ inline std::int64_t v3_codes_at(std::int64_t tokens, std::int64_t dim, std::int6
          first / 16 * v3_group_bytes(width);
 }
 
+// 4 x 4 nibbles, nibble 4r + c to 4c + r.
+inline std::uint64_t transpose_nibbles(std::uint64_t x) {
+  std::uint64_t t = (x ^ x >> 12) & 0x0000f0f00000f0f0u;
+  x ^= t ^ t << 12;
+  t = (x ^ x >> 24) & 0x00000000ff00ff00u;
+  return x ^ t ^ t << 24;
+}
+
 inline void pack_v3(const EncodeBlock& a, std::int64_t codes_at, std::int64_t first,
                     const Codes& codes) {
   for (std::int64_t d = 0; d < a.dim; d += kDimBlock) {
     char* to = a.block + codes_at + v3_codes_at(a.tokens, a.dim, d, first);
     const std::int64_t n = a.dim - d < kDimBlock ? a.dim - d : kDimBlock;
-    for (std::int64_t i = 0; i < n; i += 16) {
-      std::uint64_t masks[4] = {};
-      const std::int64_t lanes = n - i < 16 ? n - i : 16;
-      for (std::int64_t lane = 0; lane < lanes; ++lane) {
-        std::uint32_t x[4];  // [j], byte b: token 4j + b
-        __builtin_memcpy(x, codes.at[d + i + lane], 16);
-        std::uint32_t low = 0;
-        for (int j = 0; j < 4; ++j) {
-          low |= (x[j] & 0x03030303u) << (2 * j);
-          // the third bits of four bytes, side by side in the top byte
-          const std::uint64_t high = ((x[j] >> 2 & 0x01010101u) * 0x01020408u) >> 24 & 15;
-          masks[j] |= high << (4 * lane);
-        }
-        __builtin_memcpy(to + 4 * (i + lane), &low, 4);
-      }
-      __builtin_memcpy(to + 4 * n + i / 16 * 32, masks, 32);
+    std::uint64_t high[kDimBlock / 4] = {};  // 4 dims of 16 tokens each
+    for (std::int64_t i = 0; i < n; ++i) {
+      std::uint64_t x[2];  // byte 4j + b: tokens 4j + b and 8 + 4j + b
+      __builtin_memcpy(x, codes.at[d + i], 16);
+      std::uint64_t low = (x[0] & 0x0303030303030303u) | (x[1] & 0x0303030303030303u) << 4;
+      low |= low >> 30;
+      __builtin_memcpy(to + 4 * i, &low, 4);
+      high[i / 4] |= std::uint64_t{third_bits(codes.at[d + i])} << (i % 4 * 16);
     }
+    for (std::int64_t i = 0; i < n; i += 4) {  // 16 bits of each of the four masks
+      const std::uint64_t quarters = transpose_nibbles(high[i / 4]);
+      char* masks = to + 4 * n + i / 16 * 32 + i % 16 / 2;
+      for (int j = 0; j < 4; ++j) {
+        const auto part = static_cast<std::uint16_t>(quarters >> (16 * j));
+        __builtin_memcpy(masks + 8 * j, &part, 2);
+      }
+    }
+    if (n % 16 != 0)  // dims that are not there
+      for (int j = 0; j < 4; ++j) __builtin_memset(to + 4 * n + n / 16 * 32 + 8 * j + 4, 0, 4);
   }
+}
+
+template <class E>
+bool in_range(const EncodeBlock& a) {
+  Range<E> range;
+  for (std::int64_t t = 0; t < a.tokens; ++t)
+    for (std::int64_t d = 0; d < a.dim; d += 2 * kW) get_two(row_of<E>(a, t), d, a.dim, range);
+  return range.holds();
 }
 
 template <class E>
@@ -189,10 +196,12 @@ bool encode_rotated(const EncodeBlock& a) {
   const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
   const bool four = a.format == Format::kV4;
   const Codebook& book = four ? kV4Book : kV3Book;
+  if (!in_range<E>(a)) return false;
   Tile tile;
   Codes codes;
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
-    if (!within_range(load_signed_tile<E>(a, first, tile))) return false;
+    load_tile<E>(a, first, tile,
+                 [](std::int64_t d, int, F x) { return as_float(as_int(x) ^ kSigns.bits[d]); });
     hadamard(tile, a.dim);
     for (int v = 0; v < kVecs16; ++v)
       store_f16(a.block + at.scale + 2 * (first + v * kW),
@@ -220,8 +229,8 @@ inline void unpack_v4(const DecodeBlock& a, std::int64_t codes_at, std::int64_t 
   for (std::int64_t d = 0; d < a.dim; ++d) {
     std::int32_t lane[2];
     for (std::int64_t g = 0; g < 2; ++g)
-      __builtin_memcpy(&lane[g],
-                       a.block + codes_at + v_codes_at(a.dim, a.tokens / 8, d, first / 8 + g, 4), 4);
+      __builtin_memcpy(
+          &lane[g], a.block + codes_at + v_codes_at(a.dim, a.tokens / 8, d, first / 8 + g, 4), 4);
     for (int v = 0; v < kVecs16; ++v) {
       const Int second = load_int(kSecond.at + v * kW);
       const Int both = (set1_int(lane[1]) & second) | (set1_int(lane[0]) & ~second);
@@ -280,11 +289,9 @@ void decode_rotated(const DecodeBlock& a) {
     else
       unpack_v3(a, at.codes, first, norm, tile);
     hadamard(tile, a.dim);
-    for (std::int64_t d = 0; d < a.dim; ++d) {
-      const F signed_factor = as_float(as_int(factor) ^ kSigns.bits[d]);
-      for (int v = 0; v < kVecs16; ++v) tile.put(d, v, tile.get(d, v) * signed_factor);
-    }
-    store_tile<E>(a, first, tile);
+    store_tile<E>(a, first, [&](std::int64_t d, int v) {
+      return tile.get(d, v) * as_float(as_int(factor) ^ kSigns.bits[d]);
+    });
   }
 }
 

@@ -1,4 +1,5 @@
-// Rows of f32, f16 or bf16 elements read and written as vectors of floats; simd/<isa>.h comes first.
+// Rows of f32, f16 or bf16 elements read and written as vectors of floats; simd/<isa>.h comes
+// first.
 #pragma once
 
 #include <cstdint>
@@ -27,19 +28,23 @@ template <class E>
 struct Row {
   char* base;
 
+  // Of the first n lanes, 0 < n < kW; the mask says so to the compiler.
+  static unsigned long bytes(std::int64_t n) {
+    return static_cast<unsigned long>((n & (kW - 1)) * E::kBytes);
+  }
   F get(std::int64_t i) const { return E::get(base + i * E::kBytes); }
   void put(std::int64_t i, F v) const { E::put(base + i * E::kBytes, v); }
   F get(std::int64_t i, std::int64_t n) const {
     if (n >= kW) return get(i);
     alignas(64) char lanes[kW * 4] = {};
-    __builtin_memcpy(lanes, base + i * E::kBytes, static_cast<unsigned long>(n * E::kBytes));
+    __builtin_memcpy(lanes, base + i * E::kBytes, bytes(n));
     return E::get(lanes);
   }
   void put(std::int64_t i, std::int64_t n, F v) const {
     if (n >= kW) return put(i, v);
     alignas(64) char lanes[kW * 4];
     E::put(lanes, v);
-    __builtin_memcpy(base + i * E::kBytes, lanes, static_cast<unsigned long>(n * E::kBytes));
+    __builtin_memcpy(base + i * E::kBytes, lanes, bytes(n));
   }
 };
 

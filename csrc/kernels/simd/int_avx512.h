@@ -13,6 +13,11 @@ typedef std::int32_t Int __attribute__((vector_size(64), may_alias));
 inline Int set1_int(std::int32_t x) { return (Int)_mm512_set1_epi32(x); }
 inline Int max_int(Int a, Int b) { return (Int)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 inline Int min_int(Int a, Int b) { return (Int)_mm512_min_epi32((__m512i)a, (__m512i)b); }
+inline Int plus_above(Int base, F a, F b) {
+  const __m512i one = _mm512_set1_epi32(1);
+  return (Int)_mm512_mask_add_epi32((__m512i)base, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ),
+                                    (__m512i)base, one);
+}
 inline F vmin(F a, F b) { return _mm512_min_ps(a, b); }
 inline F vsqrt(F v) { return _mm512_sqrt_ps(v); }
 inline F to_float(Int v) { return _mm512_cvtepi32_ps((__m512i)v); }
@@ -42,6 +47,18 @@ inline void store_u8(void* p, Int v) {
 }
 inline void store_u16(void* p, Int v) {
   _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)v));
+}
+
+inline Int max_u16(Int a, Int b) { return (Int)_mm512_max_epu16((__m512i)a, (__m512i)b); }
+inline Int join_bf16(F low, F high) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return (Int)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+inline std::uint32_t third_bits(const std::uint8_t* bytes) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  return static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_slli_epi16(x, 5)));
 }
 
 struct Table16 {

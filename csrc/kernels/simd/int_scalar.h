@@ -17,6 +17,7 @@ using Int = I;
 inline Int set1_int(std::int32_t x) { return Int{x, x, x, x}; }
 inline Int max_int(Int a, Int b) { return ((a > b) & a) | ((a <= b) & b); }
 inline Int min_int(Int a, Int b) { return ((a < b) & a) | ((a >= b) & b); }
+inline Int plus_above(Int base, F a, F b) { return base - (a > b); }  // one more where a > b
 inline F vmin(F a, F b) { return pick(a < b, a, b); }
 inline F vsqrt(F v) {
   F r;
@@ -71,6 +72,29 @@ inline void store_u16(void* p, Int v) {
   std::uint16_t x[kW];
   for (int i = 0; i < kW; ++i) x[i] = static_cast<std::uint16_t>(v[i]);
   std::memcpy(p, x, sizeof x);
+}
+
+inline Int max_u16(Int a, Int b) {  // of the halves of each lane, unsigned
+  std::uint16_t x[2 * kW], y[2 * kW];
+  std::memcpy(x, &a, sizeof x);
+  std::memcpy(y, &b, sizeof y);
+  for (int i = 0; i < 2 * kW; ++i) x[i] = x[i] > y[i] ? x[i] : y[i];
+  return load_int(x);
+}
+// Both rounded to bf16, `low` in the low half of each lane; numbers below 2^-126 may become 0.
+inline Int join_bf16(F low, F high) {
+  const Int a = bits(low), b = bits(high);
+  const Int x = a + 0x7fff + ((a >> 16) & 1), y = b + 0x7fff + ((b >> 16) & 1);
+  return ((x >> 16) & 0xffff) | (y & static_cast<std::int32_t>(0xffff0000u));
+}
+
+// Bit i = bit 2 of byte i, of 16 bytes.
+inline std::uint32_t third_bits(const std::uint8_t* bytes) {
+  std::uint64_t x[2];
+  std::memcpy(x, bytes, 16);
+  for (std::uint64_t& half : x)
+    half = ((half >> 2 & 0x0101010101010101u) * 0x0102040810204080u) >> 56;
+  return static_cast<std::uint32_t>(x[0] | x[1] << 8);
 }
 
 // table[i] for i in 0..15.

@@ -140,6 +140,9 @@ def encode_block_ptr(
     dtype: int,
     block_ptr: int,
     bytes: int,
+    count: int = 1,
+    rows_step: int = 0,
+    block_step: int = 0,
 ) -> None: ...
 def decode_block_ptr(
     format: str,
@@ -151,6 +154,9 @@ def decode_block_ptr(
     rows_ptr: int,
     stride: int,
     dtype: int,
+    count: int = 1,
+    rows_step: int = 0,
+    block_step: int = 0,
 ) -> None: ...
 def check_block_ptr(
     format: str, part: str, tokens: int, dim: int, block_ptr: int, bytes: int

@@ -108,7 +108,9 @@ def to_e4m3(values: Floats) -> NDArray[np.uint8]:
 def from_e4m3(codes: NDArray[np.uint8]) -> Floats:
     """float32 values of e4m3 codes (NaN for 0x7f and 0xff)."""
     table = np.append(E4M3, np.float32(np.nan))
-    return np.where(codes & 0x80, -table[codes & 0x7F], table[codes & 0x7F])
+    sizes = table[codes & 0x7F].astype(np.float32)
+    values: Floats = np.where(codes & 0x80, -sizes, sizes)
+    return values
 
 
 # --- where arrays lie --------------------------------------------------------------------------
@@ -215,7 +217,8 @@ def _order_k4(codes: Block) -> Block:
     """[P/TB][D/8][TB][4]; byte b: low nibble dim 8i + b, high nibble dim 8i + 4 + b."""
     tokens, dims = codes.shape
     pairs = codes.reshape(tokens, dims // 8, 2, 4)
-    return _order_k((pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(tokens, dims // 2), 4)
+    packed = (pairs[:, :, 0] | pairs[:, :, 1] << 4).astype(np.uint8)
+    return _order_k(packed.reshape(tokens, dims // 2), 4)
 
 
 def _unorder_k4(flat: Block, tokens: int, dims: int) -> Block:
@@ -227,7 +230,8 @@ def _order_v4(codes: Block) -> Block:
     """Per dim block [P/8][DB][4]; byte b: low nibble token 8i + b, high nibble token 8i + 4 + b."""
     tokens, dims = codes.shape
     pairs = codes.reshape(tokens // 8, 2, 4, dims)
-    return _order_v((pairs[:, 0] | pairs[:, 1] << 4).reshape(tokens // 2, dims), 4)
+    packed = (pairs[:, 0] | pairs[:, 1] << 4).astype(np.uint8)
+    return _order_v(packed.reshape(tokens // 2, dims), 4)
 
 
 def _unorder_v4(flat: Block, tokens: int, dims: int) -> Block:
@@ -263,8 +267,8 @@ def _unorder_v3(flat: Block, tokens: int, dims: int) -> Block:
         size = tokens // 16 * (4 * width + 32 * masks)
         groups = flat[at : at + size].reshape(tokens // 16, -1)
         at += size
-        low = groups[:, : 4 * width].reshape(tokens // 16, 1, width, 4).transpose(0, 1, 3, 2)
-        low = low >> np.array([0, 2, 4, 6], np.uint8)[:, None, None] & 3  # group, j, b, dim
+        bytes_ = groups[:, : 4 * width].reshape(tokens // 16, 1, width, 4).transpose(0, 1, 3, 2)
+        low = bytes_ >> np.array([0, 2, 4, 6], np.uint8)[:, None, None] & 3  # group, j, b, dim
         bits = np.unpackbits(groups[:, 4 * width :], axis=1, bitorder="little")
         high = bits.reshape(tokens // 16, masks, 4, 16, 4).transpose(0, 2, 4, 1, 3)
         high = high.reshape(tokens // 16, 4, 4, masks * 16)[..., :width]
@@ -374,7 +378,7 @@ def _encode_rotated(rows: Floats, fmt: str) -> Arrays:
     middle = (levels[1:] + levels[:-1]) / np.float32(2)
     size = np.searchsorted(middle, np.abs(scaled), "left")
     half = len(levels)
-    codes = np.where(scaled < 0, half - 1 - size, half + size).astype(np.uint8)
+    codes = np.where(np.signbit(scaled), half - 1 - size, half + size).astype(np.uint8)
     squares = (levels[size].astype(np.float32) ** 2).sum(axis=1, dtype=np.float32)  # exact
     norm = np.sqrt(energy / (squares * np.float32(hadamard_width(dims))))
     return {
@@ -387,7 +391,8 @@ def _decode_rotated(arrays: Arrays, fmt: str, tokens: int, dims: int) -> Floats:
     codes = (_unorder_v4 if fmt == "v4" else _unorder_v3)(arrays["codes"], tokens, dims)
     values = arrays["norm"].astype(np.float32)[:, None] * _signed_levels(fmt)[codes]
     factor = np.float32(1) / np.sqrt(np.float32(hadamard_width(dims)))
-    return hadamard(values) * (sign_of_dims(dims) * factor)
+    rows: Floats = hadamard(values) * (sign_of_dims(dims) * factor)
+    return rows
 
 
 # --- the public three --------------------------------------------------------------------------
