@@ -58,28 +58,17 @@ std::int64_t block_bytes(const std::string& format, const std::string& part, std
 
 // Heads of a page one after the other: block i reads rows + i * rows_step elements and writes
 // block + i * block_step bytes.
-struct Repeat {
-  std::int64_t count, rows_step, block_step;
-};
-void check_repeat(const Repeat& repeat) {
-  if (repeat.count < 0)
-    throw ErrorException{invalid_argument(text("count=", repeat.count, ": allowed from 0"))};
-}
-
 void encode_block(const std::string& format, const std::string& part, std::int64_t tokens,
                   std::int64_t dim, Address rows, std::int64_t stride, int dtype, Address block,
                   std::int64_t bytes, std::int64_t count, std::int64_t rows_step,
                   std::int64_t block_step) {
   const BlockSpec spec = spec_of(format, part, tokens, dim);
-  const char* from = needed<const char>("rows", rows);
+  const void* from = needed<const void>("rows", rows);
   std::byte* to = needed<std::byte>("block", block);
   const DType type = dtype_of(dtype);
-  const Repeat repeat{count, rows_step * size_of(type), block_step};
-  check_repeat(repeat);
   const py::gil_scoped_release release;
-  for (std::int64_t i = 0; i < count; ++i)
-    unwrap(kernels::encode_page_block(spec, from + i * repeat.rows_step, stride, type,
-                                      {to + i * repeat.block_step, size_of_block(bytes)}));
+  unwrap(kernels::encode_page_blocks(spec, from, stride, type, {to, size_of_block(bytes)},
+                                     {count, rows_step, block_step}));
 }
 
 void decode_block(const std::string& format, const std::string& part, std::int64_t tokens,
@@ -90,12 +79,14 @@ void decode_block(const std::string& format, const std::string& part, std::int64
   const std::byte* from = needed<const std::byte>("block", block);
   char* to = needed<char>("rows", rows);
   const DType type = dtype_of(dtype);
-  const Repeat repeat{count, rows_step * size_of(type), block_step};
-  check_repeat(repeat);
+  if (count < 0)
+    throw ErrorException{
+        invalid_argument(text("count=", count, " is out of range: allowed from 0"))};
+  const std::int64_t rows_bytes = rows_step * size_of(type);
   const py::gil_scoped_release release;
   for (std::int64_t i = 0; i < count; ++i)
-    unwrap(kernels::decode_page_block(spec, {from + i * repeat.block_step, size_of_block(bytes)},
-                                      to + i * repeat.rows_step, stride, type));
+    unwrap(kernels::decode_page_block(spec, {from + i * block_step, size_of_block(bytes)},
+                                      to + i * rows_bytes, stride, type));
 }
 
 void check_block(const std::string& format, const std::string& part, std::int64_t tokens,

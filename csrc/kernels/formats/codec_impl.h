@@ -282,9 +282,24 @@ void stats_of(const EncodeBlock& a, std::int64_t d, ChannelStats& out, Range<E>&
   if constexpr (kRange) put(out.low, low), put(out.high, high);
 }
 
+// Asks for `count` rows from token `first` on, in the order they lie in memory.
+template <class E>
+void prefetch_rows(const EncodeBlock& a, const char* rows, std::int64_t first, std::int64_t count) {
+  constexpr std::int64_t kLine = 64;
+  for (std::int64_t t = first; t < first + count; ++t)
+    for (std::int64_t i = 0; i < a.dim * E::kBytes; i += kLine)
+      __builtin_prefetch(rows + t * a.stride_bytes + i, 0, 2);
+}
+// To be called once per tile: memory brings the next block while this one is computed.
+template <class E>
+void prefetch_next(const EncodeBlock& a, std::int64_t first) {
+  if (a.next != nullptr) prefetch_rows<E>(a, a.next, first, kGroup);
+}
+
 // False when a value is out of range.
 template <class E, bool kSum, bool kRange>
 bool channel_stats(const EncodeBlock& a, ChannelStats& out) {
+  prefetch_rows<E>(a, a.rows, 0, a.tokens);  // the loops below cross them line by line
   Range<E> range;
   for (std::int64_t d = 0; d < a.dim; d += 2 * kW) stats_of<E, kSum, kRange>(a, d, out, range);
   if constexpr (kSum) in_order<E>(out.sum, a.dim);

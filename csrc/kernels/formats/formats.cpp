@@ -109,21 +109,35 @@ Result<std::int64_t> block_bytes(const BlockSpec& spec) {
 
 Status encode_page_block(const BlockSpec& s, const void* rows, std::int64_t stride, DType dtype,
                          std::span<std::byte> block) {
-  KVCORE_RETURN_IF_ERROR(check_call(s, block.size(), stride));
+  return encode_page_blocks(s, rows, stride, dtype, block, {});
+}
+
+Status encode_page_blocks(const BlockSpec& s, const void* rows, std::int64_t stride, DType dtype,
+                          std::span<std::byte> first, const BlockSteps& steps) {
+  KVCORE_RETURN_IF_ERROR(check_call(s, first.size(), stride));
+  if (steps.count < 0)
+    return invalid_argument(text("count=", steps.count, " is out of range: allowed from 0"));
   KVCORE_ASSIGN_OR_RETURN(const KernelTable* table, kernel_table());
   const BlockArrays at = arrays_of(s);
   const std::int64_t end = at.codes + code_bytes(s.format, s.tokens, s.dim);
-  std::memset(block.data(), 0, static_cast<std::size_t>(at.codes));
-  std::memset(block.data() + end, 0, static_cast<std::size_t>(at.bytes - end));
-  const EncodeBlock args{static_cast<const char*>(rows),
-                         stride * size_of(dtype),
-                         dtype,
-                         s.format,
-                         s.part,
-                         static_cast<std::int32_t>(s.tokens),
-                         static_cast<std::int32_t>(s.dim),
-                         reinterpret_cast<char*>(block.data())};
-  if (!table->encode_block(args)) return out_of_range(args);
+  const std::int64_t step_bytes = steps.rows * size_of(dtype);
+  EncodeBlock args{static_cast<const char*>(rows),
+                   stride * size_of(dtype),
+                   dtype,
+                   s.format,
+                   s.part,
+                   static_cast<std::int32_t>(s.tokens),
+                   static_cast<std::int32_t>(s.dim),
+                   reinterpret_cast<char*>(first.data()),
+                   nullptr};
+  for (std::int64_t i = 0; i < steps.count; ++i) {
+    std::memset(args.block, 0, static_cast<std::size_t>(at.codes));
+    std::memset(args.block + end, 0, static_cast<std::size_t>(at.bytes - end));
+    args.next = i + 1 < steps.count ? args.rows + step_bytes : nullptr;
+    if (!table->encode_block(args)) return out_of_range(args);
+    args.rows += step_bytes;
+    args.block += steps.block;
+  }
   return {};
 }
 

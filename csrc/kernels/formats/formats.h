@@ -29,6 +29,17 @@ Result<std::int64_t> block_bytes(const BlockSpec& spec);
 Status encode_page_block(const BlockSpec& spec, const void* rows, std::int64_t stride, DType dtype,
                          std::span<std::byte> block);
 
+// Several blocks of one spec, say the heads of a page: block i reads rows + i * rows elements and
+// writes `bytes` bytes at first + i * block bytes; the rows of i + 1 are fetched while i is
+// computed.
+struct BlockSteps {
+  std::int64_t count = 1;
+  std::int64_t rows = 0;   // elements
+  std::int64_t block = 0;  // bytes
+};
+Status encode_page_blocks(const BlockSpec& spec, const void* rows, std::int64_t stride, DType dtype,
+                          std::span<std::byte> first, const BlockSteps& steps);
+
 // The reverse. Does not look for damage: check_block() does.
 Status decode_page_block(const BlockSpec& spec, std::span<const std::byte> block, void* rows,
                          std::int64_t stride, DType dtype);

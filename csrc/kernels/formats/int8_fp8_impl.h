@@ -22,6 +22,7 @@ bool encode_int8_k(const EncodeBlock& a) {
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
     F top[kVecs16], inverse[kVecs16];
     for (F& t : top) t = set1(0.f);
+    prefetch_next<E>(a, first);
     load_tile<E>(a, first, tile, [&](std::int64_t d, int v, F x) {
       x = x - set1(mean.at[d]);
       top[v] = vmax(top[v], vabs(x));
@@ -81,6 +82,7 @@ bool encode_int8_v(const EncodeBlock& a) {
   Range<E> range;
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
     alignas(64) float top[kGroup], inverse[kGroup];
+    prefetch_next<E>(a, first);
     for (std::int64_t t = 0; t < kGroup; ++t) top[t] = hmax(row_top<E>(a, first + t, range));
     for (std::int64_t t = 0; t < kGroup; t += kW) {
       const F scale = scale_for(load(top + t), 127.f);
@@ -154,6 +156,7 @@ bool encode_fp8_k(const EncodeBlock& a) {
   const F inverse = put_scale(a.block + at.scale, hmax(top));
   Tile tile;
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
+    prefetch_next<E>(a, first);
     load_tile<E>(a, first, tile,
                  [&](std::int64_t d, int, F x) { return (x - set1(mean.at[d])) * inverse; });
     for (std::int64_t d = 0; d < a.dim; d += 2) {
@@ -189,13 +192,15 @@ bool encode_fp8_v(const EncodeBlock& a) {
   for (std::int64_t t = 0; t < a.tokens; ++t) top = vmax(top, row_top<E>(a, t, range));
   if (!range.holds()) return false;
   const F inverse = put_scale(a.block + at.scale, hmax(top));
-  for (std::int64_t t = 0; t < a.tokens; t += 2)
+  for (std::int64_t t = 0; t < a.tokens; t += 2) {
+    if (t % kGroup == 0) prefetch_next<E>(a, t);
     for (std::int64_t d = 0; d < a.dim; d += kW) {
       const Int low = to_e4m3(row_of<E>(a, t).get(d, a.dim - d) * inverse);
       const Int high = to_e4m3(row_of<E>(a, t + 1).get(d, a.dim - d) * inverse);
       put_u16(a.block + at.codes + v_codes_at(a.dim, a.tokens / 2, d, t / 2, 2), a.dim - d,
               low | (high << 8));
     }
+  }
   return true;
 }
 
