@@ -90,7 +90,6 @@ struct EncodeBlock {
   std::int32_t tokens;  // 16, 32, 64 or 128
   std::int32_t dim;     // a multiple of 8 up to kMaxCodecDim
   char* block;          // block_arrays().bytes; padding is written as well
-  const char* next;     // rows of the block to come after this one, fetched ahead; or null
 };
 
 struct DecodeBlock {

@@ -261,47 +261,46 @@ struct ChannelStats {
   Channels sum, low, high;
 };
 
-template <class E, bool kSum, bool kRange>
-void stats_of(const EncodeBlock& a, std::int64_t d, ChannelStats& out, Range<E>& range) {
+// kN times 2 * kW channels at a time.
+template <class E, bool kSum, bool kRange, int kN>
+void stats_of(const EncodeBlock& a, std::int64_t first, ChannelStats& out, Range<E>& range) {
   Range<E> seen = range;
-  Two sum{set1(0.f), set1(0.f)}, low = get_two(row_of<E>(a, 0), d, a.dim, seen), high = low;
-  for (std::int64_t t = 0; t < a.tokens; ++t) {
-    const Two v = get_two(row_of<E>(a, t), d, a.dim, seen);
-    if constexpr (kSum) sum = {sum.a + v.a, sum.b + v.b};
-    if constexpr (kRange) {
-      low = {vmin(low.a, v.a), vmin(low.b, v.b)};
-      high = {vmax(high.a, v.a), vmax(high.b, v.b)};
-    }
+  Two sum[kN], low[kN], high[kN];
+  for (int n = 0; n < kN; ++n) {
+    sum[n] = {set1(0.f), set1(0.f)};
+    low[n] = high[n] = get_two(row_of<E>(a, 0), first + n * 2 * kW, a.dim, seen);
   }
+  for (std::int64_t t = 0; t < a.tokens; ++t)
+#pragma GCC unroll 4
+    for (int n = 0; n < kN; ++n) {
+      const Two v = get_two(row_of<E>(a, t), first + n * 2 * kW, a.dim, seen);
+      if constexpr (kSum) sum[n] = {sum[n].a + v.a, sum[n].b + v.b};
+      if constexpr (kRange) {
+        low[n] = {vmin(low[n].a, v.a), vmin(low[n].b, v.b)};
+        high[n] = {vmax(high[n].a, v.a), vmax(high[n].b, v.b)};
+      }
+    }
   range = seen;
-  const auto put = [d](Channels& to, const Two& two) {
-    store(to.at + d, two.a);
-    store(to.at + d + kW, two.b);
+  const auto put = [first](Channels& to, const Two* two) {
+    for (int n = 0; n < kN; ++n) {
+      store(to.at + first + n * 2 * kW, two[n].a);
+      store(to.at + first + n * 2 * kW + kW, two[n].b);
+    }
   };
   if constexpr (kSum) put(out.sum, sum);
   if constexpr (kRange) put(out.low, low), put(out.high, high);
 }
 
-// Asks for `count` rows from token `first` on, in the order they lie in memory.
-template <class E>
-void prefetch_rows(const EncodeBlock& a, const char* rows, std::int64_t first, std::int64_t count) {
-  constexpr std::int64_t kLine = 64;
-  for (std::int64_t t = first; t < first + count; ++t)
-    for (std::int64_t i = 0; i < a.dim * E::kBytes; i += kLine)
-      __builtin_prefetch(rows + t * a.stride_bytes + i, 0, 2);
-}
-// To be called once per tile: memory brings the next block while this one is computed.
-template <class E>
-void prefetch_next(const EncodeBlock& a, std::int64_t first) {
-  if (a.next != nullptr) prefetch_rows<E>(a, a.next, first, kGroup);
-}
-
-// False when a value is out of range.
+// False when a value is out of range. Where registers allow, whole rows are read in the order they
+// lie in memory: this is the first time that the block is touched.
 template <class E, bool kSum, bool kRange>
 bool channel_stats(const EncodeBlock& a, ChannelStats& out) {
-  prefetch_rows<E>(a, a.rows, 0, a.tokens);  // the loops below cross them line by line
+  constexpr int kN = kW == 16 ? 4 : 2;
   Range<E> range;
-  for (std::int64_t d = 0; d < a.dim; d += 2 * kW) stats_of<E, kSum, kRange>(a, d, out, range);
+  std::int64_t d = 0;
+  for (; d + kN * 2 * kW <= a.dim; d += kN * 2 * kW)
+    stats_of<E, kSum, kRange, kN>(a, d, out, range);
+  for (; d < a.dim; d += 2 * kW) stats_of<E, kSum, kRange, 1>(a, d, out, range);
   if constexpr (kSum) in_order<E>(out.sum, a.dim);
   if constexpr (kRange) {
     in_order<E>(out.low, a.dim);

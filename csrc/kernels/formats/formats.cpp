@@ -128,12 +128,10 @@ Status encode_page_blocks(const BlockSpec& s, const void* rows, std::int64_t str
                    s.part,
                    static_cast<std::int32_t>(s.tokens),
                    static_cast<std::int32_t>(s.dim),
-                   reinterpret_cast<char*>(first.data()),
-                   nullptr};
+                   reinterpret_cast<char*>(first.data())};
   for (std::int64_t i = 0; i < steps.count; ++i) {
     std::memset(args.block, 0, static_cast<std::size_t>(at.codes));
     std::memset(args.block + end, 0, static_cast<std::size_t>(at.bytes - end));
-    args.next = i + 1 < steps.count ? args.rows + step_bytes : nullptr;
     if (!table->encode_block(args)) return out_of_range(args);
     args.rows += step_bytes;
     args.block += steps.block;

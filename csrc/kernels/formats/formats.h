@@ -29,9 +29,8 @@ Result<std::int64_t> block_bytes(const BlockSpec& spec);
 Status encode_page_block(const BlockSpec& spec, const void* rows, std::int64_t stride, DType dtype,
                          std::span<std::byte> block);
 
-// Several blocks of one spec, say the heads of a page: block i reads rows + i * rows elements and
-// writes `bytes` bytes at first + i * block bytes; the rows of i + 1 are fetched while i is
-// computed.
+// Several blocks of one spec, say the heads of a page: block i reads rows + i * steps.rows elements
+// and is written at i * steps.block bytes behind `first`, which is the first block alone.
 struct BlockSteps {
   std::int64_t count = 1;
   std::int64_t rows = 0;   // elements

@@ -6,8 +6,14 @@
 namespace kvcore::kernels::KVCORE_ISA_NS {
 namespace {
 
-// Four (two) codes of one lane, dims or tokens one after the other, into one dword (half).
-inline Int join4(Int a, Int b, Int c, Int d) { return (a + (b << 8)) + ((c << 16) + (d << 24)); }
+typedef std::uint32_t Unsigned __attribute__((vector_size(sizeof(Int))));  // wraps around
+
+// Four codes of one lane (dims or tokens, -127 to 127) as bytes of a dword, 128 added to each.
+inline Int join4(Int a, Int b, Int c, Int d) {
+  const Unsigned low = (Unsigned)a + ((Unsigned)b << 8);
+  const Unsigned high = ((Unsigned)c << 16) + ((Unsigned)d << 24);
+  return (Int)(low + high + 0x80808080u);
+}
 
 // --- int8, K: tokens are lanes -----------------------------------------------------------------
 
@@ -22,7 +28,6 @@ bool encode_int8_k(const EncodeBlock& a) {
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
     F top[kVecs16], inverse[kVecs16];
     for (F& t : top) t = set1(0.f);
-    prefetch_next<E>(a, first);
     load_tile<E>(a, first, tile, [&](std::int64_t d, int v, F x) {
       x = x - set1(mean.at[d]);
       top[v] = vmax(top[v], vabs(x));
@@ -39,8 +44,7 @@ bool encode_int8_k(const EncodeBlock& a) {
         const auto code = [&](std::int64_t i) {
           return round_int(tile.get(d + i, v) * inverse[v]);
         };
-        const Int lanes = join4(code(0), code(1), code(2), code(3));
-        store_int(codes + 4 * v * kW, lanes + static_cast<std::int32_t>(0x80808080u));
+        store_int(codes + 4 * v * kW, join4(code(0), code(1), code(2), code(3)));
       }
     }
   }
@@ -82,7 +86,6 @@ bool encode_int8_v(const EncodeBlock& a) {
   Range<E> range;
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
     alignas(64) float top[kGroup], inverse[kGroup];
-    prefetch_next<E>(a, first);
     for (std::int64_t t = 0; t < kGroup; ++t) top[t] = hmax(row_top<E>(a, first + t, range));
     for (std::int64_t t = 0; t < kGroup; t += kW) {
       const F scale = scale_for(load(top + t), 127.f);
@@ -96,10 +99,9 @@ bool encode_int8_v(const EncodeBlock& a) {
         const auto code = [&](int i) {
           return round_int(row_of<E>(a, first + t + i).get(d, a.dim - d) * by[i]);
         };
-        const Int sum = join4(code(0), code(1), code(2), code(3));
-        const auto mid = static_cast<std::int32_t>(0x80808080u);  // no borrow between the bytes
+        const Int joined = join4(code(0), code(1), code(2), code(3));
         put_int(a.block + at.codes + v_codes_at(a.dim, a.tokens / 4, d, (first + t) / 4, 4),
-                a.dim - d, (sum + mid) ^ mid);
+                a.dim - d, joined ^ static_cast<std::int32_t>(0x80808080u));
       }
     }
   }
@@ -156,7 +158,6 @@ bool encode_fp8_k(const EncodeBlock& a) {
   const F inverse = put_scale(a.block + at.scale, hmax(top));
   Tile tile;
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
-    prefetch_next<E>(a, first);
     load_tile<E>(a, first, tile,
                  [&](std::int64_t d, int, F x) { return (x - set1(mean.at[d])) * inverse; });
     for (std::int64_t d = 0; d < a.dim; d += 2) {
@@ -192,15 +193,13 @@ bool encode_fp8_v(const EncodeBlock& a) {
   for (std::int64_t t = 0; t < a.tokens; ++t) top = vmax(top, row_top<E>(a, t, range));
   if (!range.holds()) return false;
   const F inverse = put_scale(a.block + at.scale, hmax(top));
-  for (std::int64_t t = 0; t < a.tokens; t += 2) {
-    if (t % kGroup == 0) prefetch_next<E>(a, t);
+  for (std::int64_t t = 0; t < a.tokens; t += 2)
     for (std::int64_t d = 0; d < a.dim; d += kW) {
       const Int low = to_e4m3(row_of<E>(a, t).get(d, a.dim - d) * inverse);
       const Int high = to_e4m3(row_of<E>(a, t + 1).get(d, a.dim - d) * inverse);
       put_u16(a.block + at.codes + v_codes_at(a.dim, a.tokens / 2, d, t / 2, 2), a.dim - d,
               low | (high << 8));
     }
-  }
   return true;
 }
 

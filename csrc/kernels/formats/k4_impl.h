@@ -72,7 +72,6 @@ bool encode_k4(const EncodeBlock& a) {
   const Channels &z = stats.low, &inverse = stats.high;
   Tile tile;
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
-    prefetch_next<E>(a, first);
     load_tile<E>(a, first, tile, [&](std::int64_t d, int, F x) {
       return (x - set1(z.at[d])) * set1(inverse.at[d]);
     });

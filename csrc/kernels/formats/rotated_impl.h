@@ -200,7 +200,6 @@ bool encode_rotated(const EncodeBlock& a) {
   Tile tile;
   Codes codes;
   for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
-    prefetch_next<E>(a, first);
     load_tile<E>(a, first, tile,
                  [](std::int64_t d, int, F x) { return as_float(as_int(x) ^ kSigns.bits[d]); });
     hadamard(tile, a.dim);
