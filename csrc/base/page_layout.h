@@ -16,7 +16,19 @@
 
 namespace kvcore {
 
-enum class Format : std::uint8_t { kF32 = 0, kF16 = 1, kBf16 = 2 };
+// Elements (f32, f16, bf16) stand alone; the others are codes of a whole page of one head, with
+// scales in front (kernels/formats/block.h, docs/formats.md), and exist in packed layout only.
+enum class Format : std::uint8_t {
+  kF32 = 0,
+  kF16 = 1,
+  kBf16 = 2,
+  kFp8 = 3,
+  kInt8 = 4,
+  kK4 = 5,  // keys only
+  kV4 = 6,  // values only
+  kV3 = 7,  // values only
+};
+enum class Part : std::uint8_t { kK, kV };
 enum class LayoutId : std::uint8_t { kCanonical = 0, kPacked = 1 };
 
 constexpr std::int64_t kSliceHeaderBytes = 64;

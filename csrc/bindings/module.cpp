@@ -10,6 +10,7 @@ void bind_base(py::module_ m);
 void bind_keys(py::module_ m);
 void bind_kernels(py::module_ m);
 void bind_elementwise(py::module_ m);
+void bind_formats(py::module_ m);
 void bind_ops(py::module_ m);
 void bind_pages(py::module_ m);
 void bind_prefix(py::module_ m);
@@ -29,6 +30,7 @@ PYBIND11_MODULE(_core, m) {
   bind_keys(m.def_submodule("keys"));
   bind_kernels(m.def_submodule("kernels"));
   bind_elementwise(m.attr("kernels"));
+  bind_formats(m.attr("kernels"));
   bind_ops(m.def_submodule("ops"));
   bind_pages(m.def_submodule("pages"));
   bind_prefix(m.def_submodule("prefix"));

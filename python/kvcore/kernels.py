@@ -28,7 +28,14 @@ __all__ = [
     "append_kv",
     "append_kv_ptr",
     "available_isas",
+    "block_bytes",
+    "check_block",
+    "check_block_ptr",
     "copy_pages",
+    "decode_block",
+    "decode_block_ptr",
+    "encode_block",
+    "encode_block_ptr",
     "isa",
     "merge_states",
     "merge_states_ptr",
@@ -44,6 +51,9 @@ __all__ = [
 DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 append_kv_ptr = _core.kernels.append_kv_ptr
+check_block_ptr = _core.kernels.check_block_ptr
+decode_block_ptr = _core.kernels.decode_block_ptr
+encode_block_ptr = _core.kernels.encode_block_ptr
 merge_states_ptr = _core.kernels.merge_states_ptr
 rms_norm_ptr = _core.kernels.rms_norm_ptr
 rope_ptr = _core.kernels.rope_ptr
@@ -470,3 +480,100 @@ def _move_rows(
 def copy_pages(pool: Pool, from_pages: Sequence[int], to_pages: Sequence[int]) -> None:
     """Copy all layers of page ``from_pages[i]`` to ``to_pages[i]``, in order."""
     _core.kernels.copy_pages(pool.view_address, list(from_pages), list(to_pages))
+
+
+def block_bytes(format: str, part: str, tokens: int, dim: int) -> int:
+    """Bytes of one head's compressed K or V of one page, metadata and padding counted.
+
+    Args:
+        format: "int8", "fp8" (both parts), "k4" (keys only), "v4" or "v3" (values only).
+        part: "k" or "v". tokens: page size, 16, 32, 64 or 128. dim: multiple of 8 from 8 to 256.
+
+    Raises:
+        InvalidArgument: names the field, its value and what is allowed.
+    """
+    return _core.kernels.block_bytes(format, part, tokens, dim)
+
+
+def _block(block: Any, *, write: bool = False) -> _Tensor:
+    t = _describe("block", block, write=write)
+    if t.dtype != "uint8" or len(t.shape) != 1 or (t.shape[0] > 1 and t.strides[0] != 1):
+        raise InvalidArgument(
+            f"block is {t.dtype} {list(t.shape)} with strides {list(t.strides)}: "
+            "expected contiguous uint8 [block_bytes]"
+        )
+    return t
+
+
+def _head_rows(rows: Any, *, write: bool = False) -> _Tensor:
+    t = _describe("rows", rows, write=write)
+    if t.dtype not in DTYPE_CODES:
+        raise InvalidArgument(f"rows has dtype {t.dtype}: expected one of {', '.join(DTYPE_CODES)}")
+    if len(t.shape) != 2 or (t.shape[1] > 1 and t.strides[1] != 1):
+        raise InvalidArgument(
+            f"rows has shape {list(t.shape)} and strides {list(t.strides)}: "
+            "expected [tokens, dim], dims contiguous"
+        )
+    return t
+
+
+def encode_block(format: str, part: str, rows: Any, block: Any = None) -> Any:
+    """Compress one head's keys or values of one whole page (docs/formats.md).
+
+    Args:
+        format, part: see :func:`block_bytes`.
+        rows: [tokens, dim], float32, float16 or bfloat16; dims contiguous, any token stride.
+        block: uint8 [block_bytes] to write; None allocates a numpy array.
+
+    Returns:
+        block.
+
+    Raises:
+        InvalidArgument: a shape that is not allowed, or a number that is not finite or above 65504
+            in magnitude, by token and dim (a given block is then undefined).
+    """
+    r = _head_rows(rows)
+    tokens, dim = r.shape
+    if block is None:
+        block = np.empty(block_bytes(format, part, tokens, dim), np.uint8)
+    b = _block(block, write=True)
+    code = DTYPE_CODES[r.dtype]
+    encode_block_ptr(format, part, tokens, dim, r.ptr, r.strides[0], code, b.ptr, b.shape[0])
+    return block
+
+
+def decode_block(
+    format: str, part: str, block: Any, tokens: int, dim: int, rows: Any = None
+) -> Any:
+    """The numbers that a compressed block stands for.
+
+    Args:
+        format, part, tokens, dim: see :func:`block_bytes`. block: uint8 [block_bytes].
+        rows: [tokens, dim] to write, float32, float16 or bfloat16 (rounded to nearest even); None
+            allocates numpy float32.
+
+    Returns:
+        rows. A damaged block gives wrong numbers: :func:`check_block` looks for damage.
+    """
+    b = _block(block)
+    if rows is None:
+        block_bytes(format, part, tokens, dim)  # names what is not allowed
+        rows = np.empty((tokens, dim), np.float32)
+    r = _head_rows(rows, write=True)
+    if r.shape != (tokens, dim):
+        raise InvalidArgument(f"rows has shape {list(r.shape)}: expected {[tokens, dim]}")
+    code = DTYPE_CODES[r.dtype]
+    decode_block_ptr(format, part, tokens, dim, b.ptr, b.shape[0], r.ptr, r.strides[0], code)
+    return rows
+
+
+def check_block(format: str, part: str, block: Any, tokens: int, dim: int) -> None:
+    """Refuse a block that no encoder writes.
+
+    Raises:
+        Corrupt: a scale, norm or grid that is not finite or not above 0, a mean that is not finite,
+            a NaN code; names the array, the place and the value.
+        InvalidArgument: another size than block_bytes.
+    """
+    b = _block(block)
+    check_block_ptr(format, part, tokens, dim, b.ptr, b.shape[0])

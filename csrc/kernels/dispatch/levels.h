@@ -3,6 +3,7 @@
 
 #include "kernels/attention/unit.h"
 #include "kernels/elementwise/rows.h"
+#include "kernels/formats/block.h"
 
 namespace kvcore::kernels {
 
@@ -14,6 +15,8 @@ namespace kvcore::kernels {
   void norm_rows_entry(const NormRows&);          \
   void rope_rows_entry(const RopeRows&);          \
   void silu_mul_rows_entry(const SiluMulRows&);   \
+  bool encode_block_entry(const EncodeBlock&);    \
+  void decode_block_entry(const DecodeBlock&);    \
   }
 
 KVCORE_DECLARE_LEVEL(scalar)

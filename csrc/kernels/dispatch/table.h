@@ -10,6 +10,7 @@
 #include "base/result.h"
 #include "kernels/attention/unit.h"
 #include "kernels/elementwise/rows.h"
+#include "kernels/formats/block.h"
 
 namespace kvcore::kernels {
 
@@ -21,6 +22,8 @@ struct KernelTable {
   void (*norm_rows)(const NormRows&);
   void (*rope_rows)(const RopeRows&);
   void (*silu_mul_rows)(const SiluMulRows&);
+  bool (*encode_block)(const EncodeBlock&);  // false: a value is not finite or above 65504
+  void (*decode_block)(const DecodeBlock&);
 };
 
 // The table in use; fails if KVCORE_ISA names a level that is unknown or not available here.

@@ -104,8 +104,6 @@ void move_v(const BlockShape& s, BlockT* block, std::int64_t first, std::int64_t
 
 }  // namespace detail
 
-enum class Part : std::uint8_t { kK, kV };
-
 template <bool kOut, class RowsT, class BlockT>
 void move_rows(Part part, const BlockShape& s, BlockT* block, std::int64_t first,
                std::int64_t count, RowsT rows) {

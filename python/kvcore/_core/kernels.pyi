@@ -155,3 +155,44 @@ def rope_ptr(
 
 def silu_mul_ptr(gate_up: int, out: int, rows: int, dim: int, dtype: int) -> None:
     """SiLU gate by address: ``out = silu(gate) * up``, gate_up [rows, 2 * dim]."""
+
+def block_bytes(format: str, part: str, tokens: int, dim: int) -> int:
+    """Bytes of one head's compressed block, metadata counted."""
+
+def encode_block_ptr(
+    format: str,
+    part: str,
+    tokens: int,
+    dim: int,
+    rows_ptr: int,
+    stride: int,
+    dtype: int,
+    block_ptr: int,
+    bytes: int,
+    count: int = 1,
+    rows_step: int = 0,
+    block_step: int = 0,
+) -> None:
+    """Encode ``count`` heads by address: rows [tokens, dim] ``rows_step`` elements apart to blocks
+    ``block_step`` bytes apart."""
+
+def decode_block_ptr(
+    format: str,
+    part: str,
+    tokens: int,
+    dim: int,
+    block_ptr: int,
+    bytes: int,
+    rows_ptr: int,
+    stride: int,
+    dtype: int,
+    count: int = 1,
+    rows_step: int = 0,
+    block_step: int = 0,
+) -> None:
+    """The reverse of :func:`encode_block_ptr`."""
+
+def check_block_ptr(
+    format: str, part: str, tokens: int, dim: int, block_ptr: int, bytes: int
+) -> None:
+    """Refuse a block that no encoder writes, by address."""

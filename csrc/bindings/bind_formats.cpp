@@ -1,0 +1,117 @@
+// kvcore._core.kernels: compressed head blocks, by address.
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <utility>
+
+#include "base/text.h"
+#include "bindings/errors.h"
+#include "kernels/formats/formats.h"
+
+namespace py = pybind11;
+
+namespace kvcore::bindings {
+namespace {
+
+using Address = std::uintptr_t;
+using kernels::BlockSpec;
+
+constexpr std::pair<const char*, Format> kFormats[] = {{"int8", Format::kInt8},
+                                                       {"fp8", Format::kFp8},
+                                                       {"k4", Format::kK4},
+                                                       {"v4", Format::kV4},
+                                                       {"v3", Format::kV3}};
+
+BlockSpec spec_of(const std::string& format, const std::string& part, std::int64_t tokens,
+                  std::int64_t dim) {
+  if (part != "k" && part != "v")
+    throw ErrorException{invalid_argument(text("part='", part, "' is unknown: allowed k, v"))};
+  for (const auto& [name, value] : kFormats)
+    if (format == name) return {value, part == "k" ? Part::kK : Part::kV, tokens, dim};
+  throw ErrorException{invalid_argument(
+      text("format='", format, "' is not a compressed format: allowed int8, fp8, k4, v4, v3"))};
+}
+
+DType dtype_of(int code) {
+  if (code < 0 || code > 2)
+    throw ErrorException{invalid_argument(
+        text("dtype=", code, " is unknown: allowed 0 (float32), 1 (float16), 2 (bfloat16)"))};
+  return static_cast<DType>(code);
+}
+
+template <class T>
+T* needed(const char* field, Address address) {
+  if (address == 0) throw ErrorException{invalid_argument(text(field, " is a null pointer"))};
+  return reinterpret_cast<T*>(address);
+}
+
+std::size_t size_of_block(std::int64_t bytes) {
+  if (bytes < 0)
+    throw ErrorException{invalid_argument(text("block has ", bytes, " bytes: allowed from 0"))};
+  return static_cast<std::size_t>(bytes);
+}
+
+std::int64_t block_bytes(const std::string& format, const std::string& part, std::int64_t tokens,
+                         std::int64_t dim) {
+  return unwrap(kernels::block_bytes(spec_of(format, part, tokens, dim)));
+}
+
+// Heads of a page one after the other: block i reads rows + i * rows_step elements and writes
+// block + i * block_step bytes.
+void encode_block(const std::string& format, const std::string& part, std::int64_t tokens,
+                  std::int64_t dim, Address rows, std::int64_t stride, int dtype, Address block,
+                  std::int64_t bytes, std::int64_t count, std::int64_t rows_step,
+                  std::int64_t block_step) {
+  const BlockSpec spec = spec_of(format, part, tokens, dim);
+  const void* from = needed<const void>("rows", rows);
+  std::byte* to = needed<std::byte>("block", block);
+  const DType type = dtype_of(dtype);
+  const py::gil_scoped_release release;
+  unwrap(kernels::encode_page_blocks(spec, from, stride, type, {to, size_of_block(bytes)},
+                                     {count, rows_step, block_step}));
+}
+
+void decode_block(const std::string& format, const std::string& part, std::int64_t tokens,
+                  std::int64_t dim, Address block, std::int64_t bytes, Address rows,
+                  std::int64_t stride, int dtype, std::int64_t count, std::int64_t rows_step,
+                  std::int64_t block_step) {
+  const BlockSpec spec = spec_of(format, part, tokens, dim);
+  const std::byte* from = needed<const std::byte>("block", block);
+  char* to = needed<char>("rows", rows);
+  const DType type = dtype_of(dtype);
+  if (count < 0)
+    throw ErrorException{
+        invalid_argument(text("count=", count, " is out of range: allowed from 0"))};
+  const std::int64_t rows_bytes = rows_step * size_of(type);
+  const py::gil_scoped_release release;
+  for (std::int64_t i = 0; i < count; ++i)
+    unwrap(kernels::decode_page_block(spec, {from + i * block_step, size_of_block(bytes)},
+                                      to + i * rows_bytes, stride, type));
+}
+
+void check_block(const std::string& format, const std::string& part, std::int64_t tokens,
+                 std::int64_t dim, Address block, std::int64_t bytes) {
+  const BlockSpec spec = spec_of(format, part, tokens, dim);
+  const std::byte* from = needed<const std::byte>("block", block);
+  const py::gil_scoped_release release;
+  unwrap(kernels::check_block(spec, {from, size_of_block(bytes)}));
+}
+
+}  // namespace
+
+void bind_formats(py::module_ m) {
+  m.def("block_bytes", &block_bytes, py::arg("format"), py::arg("part"), py::arg("tokens"),
+        py::arg("dim"));
+  m.def("encode_block_ptr", &encode_block, py::arg("format"), py::arg("part"), py::arg("tokens"),
+        py::arg("dim"), py::arg("rows_ptr"), py::arg("stride"), py::arg("dtype"),
+        py::arg("block_ptr"), py::arg("bytes"), py::arg("count") = 1, py::arg("rows_step") = 0,
+        py::arg("block_step") = 0);
+  m.def("decode_block_ptr", &decode_block, py::arg("format"), py::arg("part"), py::arg("tokens"),
+        py::arg("dim"), py::arg("block_ptr"), py::arg("bytes"), py::arg("rows_ptr"),
+        py::arg("stride"), py::arg("dtype"), py::arg("count") = 1, py::arg("rows_step") = 0,
+        py::arg("block_step") = 0);
+  m.def("check_block_ptr", &check_block, py::arg("format"), py::arg("part"), py::arg("tokens"),
+        py::arg("dim"), py::arg("block_ptr"), py::arg("bytes"));
+}
+
+}  // namespace kvcore::bindings
