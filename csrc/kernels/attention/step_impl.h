@@ -19,6 +19,7 @@ struct Piece {  // consecutive tokens of one page inside one step, for one KV he
   int lanes;         // tokens of one K block row
   Format k_format, v_format;
   const HeadBlock* head;
+  bool packed;  // lies as the tiles read it
 };
 
 struct Step {
@@ -27,7 +28,7 @@ struct Step {
   std::int64_t start;  // absolute token
   int num_pieces;
   bool p_pairs, p_floats;  // forms of p the pieces' V formats ask for
-  bool packed;             // the pieces lie as the tiles read them
+  bool packed;             // all pieces lie as the tiles read them
 };
 
 inline std::int64_t bytes_of(Format f) { return f == Format::kF32 ? 4 : 2; }
@@ -61,7 +62,8 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
   step.head = h;
   step.start = start;
   step.num_pieces = 0;
-  step.p_pairs = step.p_floats = step.packed = false;
+  step.p_pairs = step.p_floats = false;
+  step.packed = true;
   const std::int64_t tokens = at_most(u.first_visible + u.t1 - 1 - start, kStepTokens);
   for (std::int64_t i = 0; i < tokens;) {
     const std::int64_t in_page = (start + i) % page;
@@ -83,8 +85,9 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
     p.v_tokens = page;
     p.v_first = in_page;
     p.head = &head;
-    if (cls.layout == LayoutId::kPacked) {
-      step.packed = true;
+    p.packed = cls.layout == LayoutId::kPacked;
+    step.packed &= p.packed;
+    if (p.packed) {
       reach(u, in_page, p);
       p.k += in_page * pv.head_dim_k * bytes_of(p.k_format);
     }
@@ -98,6 +101,7 @@ void pack_pieces(const AttendUnit& u, Step& step) {
   const std::int32_t dk = u.pages->head_dim_k, dv = u.pages->head_dim_v;
   for (int i = 0; i < step.num_pieces; ++i) {
     Piece& p = step.pieces[i];
+    if (p.packed) continue;
     char* k_out = u.scratch->packed + std::int64_t{p.first} * (dk + dv) * 4;
     char* v_out = k_out + std::int64_t{p.count} * dk * 4;
     u.pack(p.k, p.v, p.v_first, p.count, dk, dv, *p.head, k_out, v_out);
