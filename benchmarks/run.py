@@ -42,7 +42,7 @@ def parse() -> argparse.Namespace:
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: without the time others took"
     )
     parser.add_argument(
-        "--save", type=Path, metavar="DIR", help="also write the lines to a file there"
+        "--save", type=Path, metavar="DIR", help="also add the lines to a file there"
     )
     return parser.parse_args()
 
@@ -81,7 +81,8 @@ def main() -> None:
         day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
         args.save.mkdir(parents=True, exist_ok=True)
         target = args.save / f"{day}-{commit()}.jsonl"
-        target.write_text("\n".join(lines) + "\n")
+        with target.open("a") as file:  # cases run one by one share it
+            file.write("\n".join(lines) + "\n")
         print(f"written: {target.relative_to(ROOT) if target.is_relative_to(ROOT) else target}",
               file=sys.stderr)  # fmt: skip
 
