@@ -298,6 +298,7 @@ TEST_P(OtherProcess, OperationsEndWhenTheOwnerHangs) {
   const Range all{0, kBytes};
   (void)all;
   ::kill(child, SIGSTOP);
+  ::waitpid(child, nullptr, WUNTRACED);  // stopped, not about to: it would still refuse the grant
   const Segment s{0, 0, 100'000};
   const auto op = to_peer->write(owner_region, {&s, 1}, GrantRef{1, 2}, 1);
   ASSERT_TRUE(op.ok());
