@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include "base/text.h"
+#include "bindings/address.h"
 #include "bindings/errors.h"
 #include "kernels/elementwise/elementwise.h"
 
@@ -10,28 +11,13 @@ namespace py = pybind11;
 namespace kvcore::bindings {
 namespace {
 
-using Address = std::uintptr_t;
-
-DType dtype_of(int code) {
-  if (code < 0 || code > 2)
-    throw ErrorException{invalid_argument(
-        text("dtype=", code, " is unknown: allowed 0 (float32), 1 (float16), 2 (bfloat16)"))};
-  return static_cast<DType>(code);
-}
-
-void* needed(const char* field, Address address, std::int64_t rows) {
-  if (address == 0 && rows > 0)
-    throw ErrorException{invalid_argument(text(field, " is a null pointer"))};
-  return reinterpret_cast<void*>(address);
-}
-
 void rms_norm(Address x, std::int64_t x_stride, Address delta, Address weight, Address out,
               std::int64_t rows, std::int64_t dim, float eps, int dtype) {
-  const kernels::NormRows args{needed("x", x, rows),
+  const kernels::NormRows args{pointer<void>("x", x, rows),
                                x_stride,
                                reinterpret_cast<const void*>(delta),
-                               needed("weight", weight, rows),
-                               needed("out", out, rows),
+                               pointer<void>("weight", weight, rows),
+                               pointer<void>("out", out, rows),
                                rows,
                                dim,
                                eps,
@@ -43,9 +29,9 @@ void rms_norm(Address x, std::int64_t x_stride, Address delta, Address weight, A
 void rope(Address x, std::int64_t x_stride, Address rotation, Address q_weight, Address k_weight,
           std::int64_t rows, std::int64_t q_heads, std::int64_t k_heads, std::int64_t dim, float eps,
           int dtype) {
-  const kernels::RopeRows args{needed("x", x, rows),
+  const kernels::RopeRows args{pointer<void>("x", x, rows),
                                x_stride,
-                               static_cast<const float*>(needed("rotation", rotation, rows)),
+                               static_cast<const float*>(pointer<void>("rotation", rotation, rows)),
                                reinterpret_cast<const void*>(q_weight),
                                reinterpret_cast<const void*>(k_weight),
                                rows,
@@ -59,7 +45,7 @@ void rope(Address x, std::int64_t x_stride, Address rotation, Address q_weight, 
 }
 
 void silu_mul(Address gate_up, Address out, std::int64_t rows, std::int64_t dim, int dtype) {
-  const kernels::SiluMulRows args{needed("gate_up", gate_up, rows), needed("out", out, rows), rows, dim,
+  const kernels::SiluMulRows args{pointer<void>("gate_up", gate_up, rows), pointer<void>("out", out, rows), rows, dim,
                                   dtype_of(dtype)};
   const py::gil_scoped_release release;
   unwrap(kernels::silu_mul(args));

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "bindings/address.h"
 #include "bindings/errors.h"
 #include "kernels/formats/formats.h"
 
@@ -13,7 +14,6 @@ namespace py = pybind11;
 namespace kvcore::bindings {
 namespace {
 
-using Address = std::uintptr_t;
 using kernels::BlockSpec;
 
 constexpr std::pair<const char*, Format> kFormats[] = {{"int8", Format::kInt8},
@@ -30,19 +30,6 @@ BlockSpec spec_of(const std::string& format, const std::string& part, std::int64
     if (format == name) return {value, part == "k" ? Part::kK : Part::kV, tokens, dim};
   throw ErrorException{invalid_argument(
       text("format='", format, "' is not a compressed format: allowed int8, fp8, k4, v4, v3"))};
-}
-
-DType dtype_of(int code) {
-  if (code < 0 || code > 2)
-    throw ErrorException{invalid_argument(
-        text("dtype=", code, " is unknown: allowed 0 (float32), 1 (float16), 2 (bfloat16)"))};
-  return static_cast<DType>(code);
-}
-
-template <class T>
-T* needed(const char* field, Address address) {
-  if (address == 0) throw ErrorException{invalid_argument(text(field, " is a null pointer"))};
-  return reinterpret_cast<T*>(address);
 }
 
 std::size_t size_of_block(std::int64_t bytes) {
@@ -63,8 +50,8 @@ void encode_block(const std::string& format, const std::string& part, std::int64
                   std::int64_t bytes, std::int64_t count, std::int64_t rows_step,
                   std::int64_t block_step) {
   const BlockSpec spec = spec_of(format, part, tokens, dim);
-  const void* from = needed<const void>("rows", rows);
-  std::byte* to = needed<std::byte>("block", block);
+  const void* from = pointer<const void>("rows", rows, 1);
+  std::byte* to = pointer<std::byte>("block", block, 1);
   const DType type = dtype_of(dtype);
   const py::gil_scoped_release release;
   unwrap(kernels::encode_page_blocks(spec, from, stride, type, {to, size_of_block(bytes)},
@@ -76,8 +63,8 @@ void decode_block(const std::string& format, const std::string& part, std::int64
                   std::int64_t stride, int dtype, std::int64_t count, std::int64_t rows_step,
                   std::int64_t block_step) {
   const BlockSpec spec = spec_of(format, part, tokens, dim);
-  const std::byte* from = needed<const std::byte>("block", block);
-  char* to = needed<char>("rows", rows);
+  const std::byte* from = pointer<const std::byte>("block", block, 1);
+  char* to = pointer<char>("rows", rows, 1);
   const DType type = dtype_of(dtype);
   if (count < 0)
     throw ErrorException{
@@ -92,7 +79,7 @@ void decode_block(const std::string& format, const std::string& part, std::int64
 void check_block(const std::string& format, const std::string& part, std::int64_t tokens,
                  std::int64_t dim, Address block, std::int64_t bytes) {
   const BlockSpec spec = spec_of(format, part, tokens, dim);
-  const std::byte* from = needed<const std::byte>("block", block);
+  const std::byte* from = pointer<const std::byte>("block", block, 1);
   const py::gil_scoped_release release;
   unwrap(kernels::check_block(spec, {from, size_of_block(bytes)}));
 }

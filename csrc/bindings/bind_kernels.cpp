@@ -12,6 +12,7 @@
 
 #include "base/text.h"
 #include "base/thread_pool.h"
+#include "bindings/address.h"
 #include "bindings/dlpack.h"
 #include "bindings/errors.h"
 #include "kernels/attention/attention.h"
@@ -27,21 +28,6 @@ namespace {
 
 using kernels::AttentionPlan;
 using kernels::TensorPages;
-using Address = std::uintptr_t;
-
-DType dtype_of(int code) {
-  if (code < 0 || code > 2)
-    throw ErrorException{invalid_argument(
-        text("dtype=", code, " is unknown: allowed 0 (float32), 1 (float16), 2 (bfloat16)"))};
-  return static_cast<DType>(code);
-}
-
-template <class T>
-T* pointer(const char* field, Address address, std::int64_t elements) {
-  if (address == 0 && elements > 0)
-    throw ErrorException{invalid_argument(text(field, " is a null pointer"))};
-  return reinterpret_cast<T*>(address);
-}
 
 const PagesView& view_at(Address address) {
   return *pointer<const PagesView>("view_address", address, 1);

@@ -11,6 +11,7 @@
 
 #include "base/fault.h"
 #include "base/text.h"
+#include "bindings/address.h"
 #include "bindings/errors.h"
 #include "stream/endpoint.h"
 #include "stream/layer_step.h"
@@ -27,7 +28,6 @@ using stream::LayerStep;
 using stream::RequestId;
 using stream::SendPort;
 using transport::LoopbackHub;
-using Address = std::uintptr_t;
 
 constexpr double kNsPerSecond = 1e9;
 
@@ -273,26 +273,15 @@ void bind_sender(py::module_& m) {
 
 // ---- LayerStep
 
-template <class T>
-T* pointer(const char* field, Address address, std::int64_t elements) {
-  if (address == 0 && elements > 0) {
-    throw ErrorException{invalid_argument(text(field, " is a null pointer"))};
-  }
-  return reinterpret_cast<T*>(address);
-}
-
 void run(LayerStep& step, std::int64_t layer, Address q, std::int64_t q_stride, Address k,
          std::int64_t k_stride, Address v, std::int64_t v_stride, Address out, Address lse,
          int dtype) {
-  if (dtype < 0 || dtype > 2) {
-    throw ErrorException{invalid_argument(text("dtype=", dtype, " must be 0, 1 or 2"))};
-  }
   const auto& plan = step.plan();
   const std::int64_t n = plan.num_tokens();
   const kernels::AttendArgs args{
       pointer<const void>("q", q, n), q_stride,
       pointer<void>("out", out, n),   std::int64_t{plan.num_q_heads()} * plan.pages().head_dim_v,
-      reinterpret_cast<float*>(lse),  static_cast<DType>(dtype)};
+      reinterpret_cast<float*>(lse),  dtype_of(dtype)};
   const kernels::TokenRows k_rows{pointer<const char>("k", k, n), k_stride};
   const kernels::TokenRows v_rows{pointer<const char>("v", v, n), v_stride};
   const py::gil_scoped_release release;
