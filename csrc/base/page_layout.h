@@ -1,7 +1,8 @@
 // How kernels see pages: the vocabulary shared by pages (which owns it), kernels and stream.
 //
-// slice(page, layer)  = arena + records[page].offset_bytes + layer * layer_stride_bytes
-//                     = SliceHeader (64 B), then per KV head its K block, then its V block.
+// slice(page, layer)  = arena + record.offset_bytes + layer.run_bytes + record.index * layer.slice_bytes
+//                     = SliceHeader (64 B), then per KV head its K block, then its V block,
+// where record = records[page] and layer = classes[record.class_id].layers[layer].
 // A head block's layout (LayoutId), with P = page_size tokens and D = head_dim:
 //   canonical  K [P][Dk], V [P][Dv]
 //   packed     tokens in blocks of TB = min(P, 64), dims of V in blocks of DB = min(Dv - first, 64):
@@ -17,7 +18,7 @@
 namespace kvcore {
 
 // Elements (f32, f16, bf16) stand alone; the others are codes of a whole page of one head, with
-// scales in front (kernels/formats/block.h, docs/formats.md), and exist in packed layout only.
+// scales in front (base/block_arrays.h, docs/formats.md), and exist in packed layout only.
 enum class Format : std::uint8_t {
   kF32 = 0,
   kF16 = 1,
@@ -52,9 +53,9 @@ struct SliceHeader {
 static_assert(sizeof(SliceHeader) == kSliceHeaderBytes);
 
 struct PageRecord {
-  std::int64_t offset_bytes;  // of the page's slice of layer 0, from the arena's base
+  std::int64_t offset_bytes;  // of the page's run, from the arena's base
   std::int32_t class_id;
-  std::int32_t reserved;
+  std::int32_t index;  // of the page in its run
 };
 
 // One KV head inside a slice: where its K and V lie and in which format. Kernels dispatch on this.
@@ -68,20 +69,19 @@ struct HeadBlock {
   std::int64_t v_row_bytes = 0;
 };
 
-// Pages that are blocks of other engines' tensors: where a layer's K and V start, in place of
-// layer * layer_stride_bytes. Such pages are canonical and have no slice headers.
-struct LayerStart {
-  std::int64_t k_bytes;
-  std::int64_t v_bytes;
+// One layer of a page class. Pages lie in runs of consecutive pages of one sequence, layer-major: all
+// of a run's slices of layer 0, then those of layer 1, ...
+struct LayerView {
+  std::int64_t run_bytes;    // from the run's start to this layer's first slice
+  std::int64_t slice_bytes;  // between the slices of consecutive pages
+  const HeadBlock* heads;    // [num_kv_heads]
 };
 
-// A page class as kernels read it: HeadBlock per KV head (the same for every layer of the class here).
+// A page class as kernels read it.
 struct ClassView {
-  std::int64_t layer_stride_bytes;
-  std::int64_t slice_bytes;
-  const HeadBlock* heads;  // [num_kv_heads]
+  const LayerView* layers;  // [num_layers]
   LayoutId layout;
-  const LayerStart* layers = nullptr;  // [num_layers], see LayerStart; null in our own pages
+  bool has_headers;  // false: blocks of another engine's tensors, which start with data
 };
 
 // Everything a kernel needs to find bytes. The pool owns the memory behind it.

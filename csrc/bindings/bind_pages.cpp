@@ -13,6 +13,7 @@
 #include "base/text.h"
 #include "bindings/errors.h"
 #include "pages/block_table.h"
+#include "pages/page_class.h"
 #include "pages/page_spec.h"
 #include "pages/pool.h"
 #include "pages/sequence.h"
@@ -24,6 +25,7 @@ namespace kvcore::bindings {
 namespace {
 
 using pages::Arena;
+using pages::PageClass;
 using pages::PageSpec;
 using pages::Pool;
 using pages::ReadonlyMapping;
@@ -93,6 +95,53 @@ void bind_spec(py::module_& m) {
       .def("__eq__",
            [](const PageSpec& a, const PageSpec& b) { return a.describe() == b.describe(); })
       .def("__hash__", [](const PageSpec& s) { return py::hash(py::str(s.describe())); });
+}
+
+using FormatNames = std::vector<std::vector<std::pair<std::string, std::string>>>;
+
+constexpr std::pair<const char*, Format> kAllFormats[] = {
+    {"bf16", Format::kBf16}, {"f16", Format::kF16}, {"f32", Format::kF32}, {"int8", Format::kInt8},
+    {"fp8", Format::kFp8},   {"k4", Format::kK4},   {"v4", Format::kV4},   {"v3", Format::kV3}};
+
+PageClass make_class(const PageSpec& spec, const FormatNames& formats) {
+  const auto heads = static_cast<std::size_t>(spec.options().num_kv_heads);
+  std::vector<pages::HeadFormats> table;
+  for (std::size_t layer = 0; layer < formats.size(); ++layer) {
+    if (formats[layer].size() != heads)
+      throw ErrorException{invalid_argument(text("formats[", layer, "] has ", formats[layer].size(),
+                                                 " entries: allowed ", heads, " (KV heads)"))};
+    for (const auto& [k, v] : formats[layer])
+      table.push_back({parse("format", k, kAllFormats), parse("format", v, kAllFormats)});
+  }
+  return unwrap(PageClass::make(spec, table));
+}
+
+FormatNames class_formats(const PageClass& c) {
+  const auto heads = static_cast<std::size_t>(c.spec().options().num_kv_heads);
+  FormatNames out(c.formats().size() / heads);
+  for (std::size_t i = 0; i < c.formats().size(); ++i)
+    out[i / heads].emplace_back(pages::name_of(c.formats()[i].k), pages::name_of(c.formats()[i].v));
+  return out;
+}
+
+void bind_class(py::module_& m) {
+  py::class_<PageClass>(m, "PageClass")
+      .def(py::init(&make_class), py::arg("spec"), py::arg("formats"))
+      .def_static("open", &PageClass::open, py::arg("spec"))
+      .def_property_readonly("spec", &PageClass::spec)
+      .def_property_readonly("formats", &class_formats)
+      .def_property_readonly("is_open", &PageClass::is_open)
+      .def_property_readonly("page_bytes", &PageClass::page_bytes)
+      .def("run_bytes", &PageClass::run_bytes, py::arg("num_pages"))
+      .def_property_readonly("digest",
+                             [](const PageClass& c) {
+                               const Digest32 d = c.digest();
+                               return py::bytes(reinterpret_cast<const char*>(d.data()), d.size());
+                             })
+      .def("describe", &PageClass::describe)
+      .def("__eq__",
+           [](const PageClass& a, const PageClass& b) { return a.describe() == b.describe(); })
+      .def("__hash__", [](const PageClass& c) { return py::hash(py::str(c.describe())); });
 }
 
 void bind_arena(py::module_& m) {
@@ -272,6 +321,7 @@ py::array_t<std::int64_t> slot_mapping(const PageList& pages, std::int64_t page_
 
 void bind_pages(py::module_ m) {
   bind_spec(m);
+  bind_class(m);
   bind_arena(m);
   bind_pool(m);
   bind_sequence(m);

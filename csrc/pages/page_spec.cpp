@@ -28,6 +28,11 @@ Status check_head_dim(const char* field, std::int32_t value) {
 
 }  // namespace
 
+const char* name_of(Format format) noexcept {
+  constexpr const char* kNames[] = {"f32", "f16", "bf16", "fp8", "int8", "k4", "v4", "v3"};
+  return kNames[static_cast<std::size_t>(format)];
+}
+
 Result<PageSpec> PageSpec::make(const PageSpecOptions& options) {
   PageSpecOptions o = options;
   KVCORE_RETURN_IF_ERROR(check_range("num_layers", o.num_layers, 1, 65535));
@@ -73,12 +78,9 @@ std::int64_t PageSpec::usable_prefix(std::int64_t num_tokens) const noexcept {
 }
 
 std::string PageSpec::describe() const {
-  const char* format = o_.format == Format::kF32   ? "f32"
-                       : o_.format == Format::kF16 ? "f16"
-                                                   : "bf16";
   return text("layers=", o_.num_layers, " kv_heads=", o_.num_kv_heads,
               " head_dim_k=", o_.head_dim_k, " head_dim_v=", o_.head_dim_v,
-              " page_size=", o_.page_size, " extent_pages=", o_.extent_pages, " format=", format,
+              " page_size=", o_.page_size, " extent_pages=", o_.extent_pages, " format=", name_of(o_.format),
               " layout=", o_.layout == LayoutId::kPacked ? "packed" : "canonical");
 }
 

@@ -17,6 +17,9 @@ namespace kvcore::pages {
 
 constexpr std::int32_t kMaxExtentPages = 16;
 
+// "bf16", "k4", ...: one table for messages, bindings and tests.
+const char* name_of(Format format) noexcept;
+
 struct PageSpecOptions {
   std::int32_t num_layers = 0;
   std::int32_t num_kv_heads = 0;

@@ -45,7 +45,9 @@ Pool::Pool(const PageSpec& spec, std::int64_t num_frames, std::shared_ptr<Arena>
   }
   for (std::int32_t head = 0; head < o.num_kv_heads; ++head)
     heads_.push_back(spec_.head_block(head));
-  class_ = {spec_.layer_stride_bytes(), spec_.slice_bytes(), heads_.data(), o.layout};
+  for (std::int32_t layer = 0; layer < o.num_layers; ++layer)
+    layers_.push_back({layer * spec_.layer_stride_bytes(), spec_.slice_bytes(), heads_.data()});
+  class_ = {layers_.data(), o.layout, true};
   view_ = {arena_->data(), records_.data(), &class_,      num_pages,    1,
            o.num_layers,   o.num_kv_heads,  o.head_dim_k, o.head_dim_v, o.page_size};
   refs_.assign(at(num_pages), {0, 0});
@@ -219,7 +221,7 @@ PoolStats Pool::stats() const {
 }
 
 std::byte* Pool::slice(std::int32_t page, std::int32_t layer) const noexcept {
-  return view_.arena + records_[at(page)].offset_bytes + layer * class_.layer_stride_bytes;
+  return view_.arena + records_[at(page)].offset_bytes + layer * spec_.layer_stride_bytes();
 }
 
 }  // namespace kvcore::pages

@@ -93,6 +93,7 @@ class Pool {
   const std::int64_t num_frames_;
   std::vector<PageRecord> records_;
   std::vector<HeadBlock> heads_;
+  std::vector<LayerView> layers_;
   ClassView class_;
   PagesView view_;
 

@@ -12,6 +12,7 @@ from kvcore import _core
 
 __all__ = [
     "Arena",
+    "PageClass",
     "PageSpec",
     "Pool",
     "PoolStats",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 PageSpec = _core.pages.PageSpec
+PageClass = _core.pages.PageClass
 Arena = _core.pages.Arena
 ReadonlyMapping = _core.pages.ReadonlyMapping
 SequencePages = _core.pages.SequencePages

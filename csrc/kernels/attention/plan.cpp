@@ -45,8 +45,10 @@ AttentionPlan::AttentionPlan(const PagesView* pages, std::int32_t num_q_heads, f
       scale_log2_(scale),
       threads_(threads) {
   for (std::int32_t c = 0; c < pages->num_classes; ++c)
-    for (std::int32_t h = 0; h < pages->num_kv_heads; ++h)
-      (pages->classes[c].heads[h].k_format == Format::kBf16 ? k_pairs_ : k_floats_) = true;
+    for (std::int32_t l = 0; l < pages->num_layers; ++l)
+      for (std::int32_t h = 0; h < pages->num_kv_heads; ++h)
+        (pages->classes[c].layers[l].heads[h].k_format == Format::kBf16 ? k_pairs_ : k_floats_) =
+            true;
 }
 
 Result<std::unique_ptr<AttentionPlan>> AttentionPlan::make(const PagesView* pages,

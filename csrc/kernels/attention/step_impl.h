@@ -69,18 +69,18 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
     const std::int64_t in_page = (start + i) % page;
     const PageRecord& record = pv.records[u.block_row[(start + i) / page]];
     const ClassView& cls = pv.classes[record.class_id];
-    const HeadBlock& head = cls.heads[h];
-    const char* page_data = reinterpret_cast<const char*>(pv.arena) + record.offset_bytes;
-    const std::int64_t layer = u.layer * cls.layer_stride_bytes;
-    const LayerStart start = cls.layers != nullptr ? cls.layers[u.layer] : LayerStart{layer, layer};
+    const LayerView& layer = cls.layers[u.layer];
+    const HeadBlock& head = layer.heads[h];
+    const char* slice = reinterpret_cast<const char*>(pv.arena) + record.offset_bytes +
+                        layer.run_bytes + record.index * layer.slice_bytes;
     Piece& p = step.pieces[step.num_pieces++];
     p.first = static_cast<int>(i);
     p.lanes = static_cast<int>(at_most(page, kTokenBlock));
     p.count = p.lanes;  // steps and pages start at multiples of it
     p.k_format = head.k_format;
     p.v_format = head.v_format;
-    p.k = page_data + start.k_bytes + head.k_offset_bytes;
-    p.v = page_data + start.v_bytes + head.v_offset_bytes;
+    p.k = slice + head.k_offset_bytes;
+    p.v = slice + head.v_offset_bytes;
     p.k_ahead = p.v_ahead = 0;
     p.v_tokens = page;
     p.v_first = in_page;

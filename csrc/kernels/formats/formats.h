@@ -1,5 +1,5 @@
 // Compressed head blocks of whole pages: sizes, encoding from and decoding to canonical rows,
-// checks. Which formats exist for which part, and the bytes of each: kernels/formats/block.h.
+// checks. Which formats exist for which part, and the bytes of each: base/block_arrays.h.
 // Blocks are equal byte for byte at every instruction set level and equal kvcore.reference's.
 // Thread rules: none, pure functions on caller memory.
 #pragma once

@@ -13,19 +13,17 @@ constexpr std::int64_t kChunk = 16;  // tokens converted at a time
 constexpr std::int64_t kMaxDim = 1024;
 
 struct SliceRef {
-  std::byte* data;  // where K's offsets count from: the slice itself, but in foreign tensors
-  std::byte* v_data;
+  std::byte* data;
   const ClassView* cls;
+  const LayerView* layer;
 };
 
 SliceRef slice_of(const PagesView& pages, std::int64_t page, std::int64_t layer) {
   const PageRecord& record = pages.records[page];
   const ClassView& cls = pages.classes[record.class_id];
-  std::byte* page_data = pages.arena + record.offset_bytes;
-  const std::int64_t layer_bytes = layer * cls.layer_stride_bytes;
-  const LayerStart start =
-      cls.layers != nullptr ? cls.layers[layer] : LayerStart{layer_bytes, layer_bytes};
-  return {page_data + start.k_bytes, page_data + start.v_bytes, &cls};
+  const LayerView& view = cls.layers[layer];
+  return {pages.arena + record.offset_bytes + view.run_bytes + record.index * view.slice_bytes, &cls,
+          &view};
 }
 
 Status check(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
@@ -95,7 +93,7 @@ void write_header(const SliceRef& slice, const PageRecord& record, std::int64_t 
   header.magic = kSliceMagic;
   header.class_id = static_cast<std::uint32_t>(record.class_id);
   header.layer = static_cast<std::uint16_t>(layer);
-  header.format = slice.cls->heads[0].k_format;
+  header.format = slice.layer->heads[0].k_format;
   header.layout = slice.cls->layout;
   std::memcpy(slice.data, &header, sizeof header);
 }
@@ -106,18 +104,17 @@ void write_tokens(const PagesView& pages, std::int64_t page, std::int64_t layer,
                   std::int64_t count, TokenRows k, TokenRows v, DType dtype) {
   if (count == 0) return;
   const SliceRef slice = slice_of(pages, page, layer);
-  if (first == 0 && slice.cls->layers == nullptr) write_header(slice, pages.records[page], layer);
-  char *k_data = reinterpret_cast<char*>(slice.data),
-       *v_data = reinterpret_cast<char*>(slice.v_data);
+  if (first == 0 && slice.cls->has_headers) write_header(slice, pages.records[page], layer);
+  char* data = reinterpret_cast<char*>(slice.data);
   const std::int64_t value = size_of(dtype);
   for (std::int32_t h = 0; h < pages.num_kv_heads; ++h) {
-    const HeadBlock& head = slice.cls->heads[h];
+    const HeadBlock& head = slice.layer->heads[h];
     const LayoutId layout = slice.cls->layout;
     write_head(Part::kK, {pages.page_size, pages.head_dim_k, head.k_format, layout, head.k_row_bytes},
-               k_data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
+               data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
                k.stride, dtype);
     write_head(Part::kV, {pages.page_size, pages.head_dim_v, head.v_format, layout, head.v_row_bytes},
-               v_data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
+               data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
                v.stride, dtype);
   }
 }
@@ -185,17 +182,16 @@ Status unpack_slice(const PagesView& pages, std::int64_t page, std::int64_t laye
   KVCORE_RETURN_IF_ERROR(check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, count));
   KVCORE_RETURN_IF_ERROR(check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, count));
   const SliceRef slice = slice_of(pages, page, layer);
-  const char *k_data = reinterpret_cast<const char*>(slice.data),
-             *v_data = reinterpret_cast<const char*>(slice.v_data);
+  const char* data = reinterpret_cast<const char*>(slice.data);
   const std::int64_t value = size_of(dtype);
   for (std::int32_t h = 0; h < pages.num_kv_heads; ++h) {
-    const HeadBlock& head = slice.cls->heads[h];
+    const HeadBlock& head = slice.layer->heads[h];
     const LayoutId layout = slice.cls->layout;
     read_head(Part::kK, {pages.page_size, pages.head_dim_k, head.k_format, layout, head.k_row_bytes},
-              k_data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
+              data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
               k.stride, dtype);
     read_head(Part::kV, {pages.page_size, pages.head_dim_v, head.v_format, layout, head.v_row_bytes},
-              v_data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
+              data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
               v.stride, dtype);
   }
   return {};
@@ -213,14 +209,14 @@ Status copy_pages(const PagesView& pages, std::span<const std::int64_t> from,
       return invalid_argument(
           text("page ", from[i], " is of class ", pages.records[from[i]].class_id, " and page ",
                to[i], " of class ", pages.records[to[i]].class_id, ": expected the same class"));
-    if (pages.classes[pages.records[from[i]].class_id].layers != nullptr)
+    if (!pages.classes[pages.records[from[i]].class_id].has_headers)
       return Error{ErrorCode::kUnsupported, "pages of another engine's tensors are not copied"};
   }
   for (std::size_t i = 0; i < from.size(); ++i) {
     if (from[i] == to[i]) continue;
     for (std::int64_t layer = 0; layer < pages.num_layers; ++layer) {
       const SliceRef a = slice_of(pages, from[i], layer), b = slice_of(pages, to[i], layer);
-      std::memcpy(b.data, a.data, static_cast<std::size_t>(a.cls->slice_bytes));
+      std::memcpy(b.data, a.data, static_cast<std::size_t>(a.layer->slice_bytes));
     }
   }
   return {};

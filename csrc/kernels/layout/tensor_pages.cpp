@@ -43,14 +43,15 @@ Result<std::unique_ptr<TensorPages>> TensorPages::make(TensorPart k, TensorPart 
                       " bytes: expected the same")};
   std::unique_ptr<TensorPages> made(new TensorPages);
   for (std::int64_t b = 0; b < num_blocks; ++b) made->records_.push_back({b * k.block_bytes, 0, 0});
-  for (std::int64_t h = 0; h < num_kv_heads; ++h)
-    made->heads_.push_back(
-        {h * k.head_bytes, h * v.head_bytes, format, format, k.token_bytes, v.token_bytes});
   const std::uintptr_t base = k.layers[0];
   for (std::size_t i = 0; i < k.layers.size(); ++i)
-    made->layers_.push_back({static_cast<std::int64_t>(k.layers[i] - base),
-                             static_cast<std::int64_t>(v.layers[i] - base)});
-  made->class_ = {0, k.block_bytes, made->heads_.data(), LayoutId::kCanonical, made->layers_.data()};
+    for (std::int64_t h = 0; h < num_kv_heads; ++h)
+      made->heads_.push_back({static_cast<std::int64_t>(k.layers[i] - base) + h * k.head_bytes,
+                              static_cast<std::int64_t>(v.layers[i] - base) + h * v.head_bytes,
+                              format, format, k.token_bytes, v.token_bytes});
+  for (std::int64_t i = 0; i < num_layers; ++i)
+    made->layers_.push_back({0, 0, made->heads_.data() + i * num_kv_heads});
+  made->class_ = {made->layers_.data(), LayoutId::kCanonical, false};
   made->view_ = {reinterpret_cast<std::byte*>(base),
                  made->records_.data(),
                  &made->class_,

@@ -37,7 +37,7 @@ class TensorPages {
 
   std::vector<PageRecord> records_;
   std::vector<HeadBlock> heads_;
-  std::vector<LayerStart> layers_;
+  std::vector<LayerView> layers_;
   ClassView class_{};
   PagesView view_{};
 };

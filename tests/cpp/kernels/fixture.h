@@ -45,7 +45,8 @@ class TestPages {
       offset += std::int64_t{s.page_size} * s.head_dim_v * size_of(s.v_format);
     }
     const std::int64_t slice = (offset + 63) / 64 * 64;
-    class_ = {slice, slice, heads_.data(), s.layout};
+    for (std::int32_t l = 0; l < s.layers; ++l) layers_.push_back({l * slice, slice, heads_.data()});
+    class_ = {layers_.data(), s.layout, true};
     memory_.resize(static_cast<std::size_t>(slice * s.layers * num_pages + 64));
     base_ = memory_.data() + (64 - reinterpret_cast<std::uintptr_t>(memory_.data()) % 64) % 64;
     for (std::int64_t p = 0; p < num_pages; ++p) records_.push_back({p * slice * s.layers, 0, 0});
@@ -66,7 +67,7 @@ class TestPages {
       for (std::int32_t layer = 0; layer < shape_.layers; ++layer)
         for (const HeadBlock& h : heads_) {
           char* slice =
-              reinterpret_cast<char*>(base_) + r.offset_bytes + layer * class_.slice_bytes;
+              reinterpret_cast<char*>(base_) + r.offset_bytes + layers_[static_cast<std::size_t>(layer)].run_bytes;
           fill_block(slice + h.k_offset_bytes, h.k_format, shape_.head_dim_k, value);
           fill_block(slice + h.v_offset_bytes, h.v_format, shape_.head_dim_v, value);
         }
@@ -80,6 +81,7 @@ class TestPages {
 
   Shape shape_;
   std::vector<HeadBlock> heads_;
+  std::vector<LayerView> layers_;
   ClassView class_{};
   std::vector<std::byte> memory_;
   std::byte* base_ = nullptr;

@@ -10,7 +10,7 @@ namespace {
 
 const char* slice_at(const PagesView& p, std::int64_t page, std::int64_t layer) {
   return reinterpret_cast<const char*>(p.arena) + p.records[page].offset_bytes +
-         layer * p.classes[0].layer_stride_bytes;
+         p.classes[0].layers[layer].run_bytes;
 }
 
 // The layout as base/page_layout.h writes it down, index by index.
@@ -22,7 +22,7 @@ TEST(Layout, PackedBf16IsWhatTheHeaderSays) {
                  v = Tensor::random(page, dim, DType::kBf16, 2);
     ASSERT_TRUE(
         pack_slice(pages.view(), 0, 1, 0, page, k.rows_from(0), v.rows_from(0), DType::kBf16).ok());
-    const HeadBlock& head = pages.view().classes[0].heads[0];
+    const HeadBlock& head = pages.view().classes[0].layers[1].heads[0];
     const char* kb = slice_at(pages.view(), 0, 1) + head.k_offset_bytes;
     const char* vb = slice_at(pages.view(), 0, 1) + head.v_offset_bytes;
     for (std::int64_t t = 0; t < page; ++t)

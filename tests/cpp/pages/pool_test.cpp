@@ -19,7 +19,7 @@ TEST(Pool, ViewAndSliceAgree) {
   for (std::int32_t page = 0; page < 12; ++page) {
     for (std::int32_t layer = 0; layer < 2; ++layer) {
       const std::byte* slice = view.arena + view.records[page].offset_bytes +
-                               layer * view.classes[view.records[page].class_id].layer_stride_bytes;
+                               view.classes[view.records[page].class_id].layers[layer].run_bytes;
       EXPECT_EQ(slice, pool->slice(page, layer));
       EXPECT_TRUE(seen.insert(slice).second);
       EXPECT_LE(slice + pool->spec().slice_bytes(), view.arena + pool->arena()->bytes());
