@@ -289,7 +289,7 @@ void run(LayerStep& step, std::int64_t layer, Address q, std::int64_t q_stride, 
 }
 
 void bind_layer_step(py::module_& m) {
-  py::class_<LayerStep>(m, "LayerStep")
+  py::class_<LayerStep, std::shared_ptr<LayerStep>>(m, "LayerStep")
       .def(py::init([](std::shared_ptr<kernels::AttentionPlan> plan,
                        std::vector<std::pair<std::shared_ptr<SendPort>, std::int64_t>> senders) {
              std::vector<LayerStep::Attached> attached;

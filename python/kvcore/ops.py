@@ -33,7 +33,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ __all__ = ["Handle", "arena", "register"]
 
 _CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _PAGE_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+# How C reads tensors without a Python call each; torch releases before it had one do without.
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 _ids = itertools.count(1)
 _objects: dict[int, Any] = {}
 _steps: dict[int, _Step] = {}
@@ -161,73 +163,51 @@ def _kv(k: torch.Tensor, v: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, tor
 def _attend_layer(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arena: torch.Tensor, step: int, layer: int
 ) -> torch.Tensor:
-    # Runs once per layer and step: everything that does not change is looked up once, in _Step.
+    # Runs once per layer and step, so the usual case asks nothing of Python.
     known = _steps.get(step) or _step(step)
-    target, dtype = known.target, q.dtype
-    tokens = target.num_tokens
-    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
-    if (
-        q.shape != (tokens, *known.q_shape)
-        or k.shape != (tokens, *known.k_shape)
-        or v.shape != (tokens, *known.v_shape)
-        or q_strides[1:] != known.k_inner
-        or k_strides[1:] != known.k_inner
-        or v_strides[1:] != known.v_inner
-        or not dtype == k.dtype == v.dtype
-        or dtype not in _CODES
-    ):
-        q, k, v = _unusual_rows(q, k, v, known)
-        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
-    out = q.new_empty(tokens, *known.out_shape)
-    if arena.data_ptr() != known.arena_address:
-        target = _clone_of(target, _moved(arena, known.pool))
-    target.run_ptr(
-        layer, q.data_ptr(), q_strides[0], k.data_ptr(), k_strides[0], v.data_ptr(), v_strides[0],
-        out.data_ptr(), 0, _CODES[dtype],
-    )  # fmt: skip
-    return out
+    out: torch.Tensor | None = known.call(q, k, v, arena, layer)
+    return _attend_any(known.target, q, k, v, arena, layer) if out is None else out
 
 
-class _Step:
-    """What :func:`_attend_layer` needs to know of a plan or step, besides its batch."""
+class _Step(NamedTuple):
+    """A plan or step as :func:`_attend_layer` wants it."""
 
-    __slots__ = (
-        "arena_address", "k_inner", "k_shape", "out_shape", "pool", "q_shape", "target", "v_inner",
-        "v_shape",
-    )  # fmt: skip
-
-    def __init__(self, target: Any) -> None:
-        spec = target.pool.spec
-        self.target, self.pool = target, target.pool
-        self.arena_address = target.pool.arena.address
-        self.q_shape = (target.num_q_heads, spec.head_dim_k)
-        self.out_shape = (target.num_q_heads, spec.head_dim_v)
-        self.k_shape = (spec.num_kv_heads, spec.head_dim_k)
-        self.v_shape = (spec.num_kv_heads, spec.head_dim_v)
-        self.k_inner, self.v_inner = (spec.head_dim_k, 1), (spec.head_dim_v, 1)
+    target: Any
+    call: Callable[..., torch.Tensor | None]  # None: the tensors lie otherwise than usual
 
 
 def _step(handle: int) -> _Step:
     target = _find("step", handle)
     if not hasattr(target, "run_ptr"):
         raise InvalidArgument(f"step={handle} is a handle of a {type(target).__name__}, not a step")
-    _steps[handle] = _Step(target)
+    call: Callable[..., Any] = lambda *_: None  # noqa: E731
+    memory = target.pool.arena.address
+    if _EXCHANGE and isinstance(target, _core.kernels.AttentionPlan | _core.stream.LayerStep):
+        call = _core.ops.LayerCall(_EXCHANGE, target, memory)
+    _steps[handle] = _Step(target, call)
     return _steps[handle]
 
 
-def _unusual_rows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: _Step
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows that need a copy, or an error that says what is wrong with them."""
-    k, v = _kv(k, v, known.pool)
-    q = _rows("q", q, *known.q_shape)
-    tokens = known.target.num_tokens
+def _attend_any(
+    target: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arena: torch.Tensor, layer: int
+) -> torch.Tensor:
+    """Rows that need a copy, another arena, or an error that says what is wrong with them."""
+    k, v = _kv(k, v, target.pool)
+    q = _rows("q", q, target.num_q_heads, target.pool.spec.head_dim_k)
+    tokens = target.num_tokens
     if not q.shape[0] == k.shape[0] == tokens or k.dtype != q.dtype:
         raise InvalidArgument(
             f"q has {q.shape[0]} tokens of {q.dtype}, k {k.shape[0]} of {k.dtype}: expected "
             f"{tokens}, as prepared, of one dtype"
         )
-    return q, k, v
+    out = q.new_empty(tokens, q.shape[1], target.pool.spec.head_dim_v)
+    if arena.data_ptr() != target.pool.arena.address:
+        target = _clone_of(target, _moved(arena, target.pool))
+    target.run_ptr(
+        layer, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
+        out.data_ptr(), 0, _CODES[q.dtype],
+    )  # fmt: skip
+    return out
 
 
 def _clone_of(target: Any, moved: Any) -> Any:

@@ -1,8 +1,21 @@
-from . import kernels
+from typing import Any
+
+from . import kernels, stream
 
 class MovedPages:
     def __init__(self, view_address: int, arena_address: int) -> None: ...
     @property
     def view_address(self) -> int: ...
+
+class LayerCall:
+    """Append and attend of one layer by a plan or step, on tensors of ``exchange``'s framework.
+
+    None instead of an output for tensors that need a copy or are of another shape or dtype.
+    """
+
+    def __init__(
+        self, exchange: Any, plan: kernels.AttentionPlan | stream.LayerStep, arena_address: int
+    ) -> None: ...
+    def __call__(self, q: Any, k: Any, v: Any, arena: Any, layer: int) -> Any: ...
 
 def plan_like(plan: kernels.AttentionPlan, pages: MovedPages) -> kernels.AttentionPlan: ...

@@ -59,9 +59,7 @@ class PageClass:
     "v4" or "v3" (V only). Raises InvalidArgument naming the entry and what is allowed.
     """
 
-    def __init__(
-        self, spec: PageSpec, formats: Sequence[Sequence[tuple[str, str]]]
-    ) -> None: ...
+    def __init__(self, spec: PageSpec, formats: Sequence[Sequence[tuple[str, str]]]) -> None: ...
     @staticmethod
     def open(spec: PageSpec) -> PageClass: ...
     @property

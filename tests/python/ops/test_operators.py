@@ -259,7 +259,9 @@ def test_other_objects_cannot_be_registered() -> None:
 
 
 def test_call_overhead_stays_small() -> None:
-    """One operator call around a tiny plan against the same plan called directly."""
+    """One operator call around a tiny plan against the same plan called directly, the difference
+    against an operator of the same schema that does nothing: what the dispatcher takes for itself.
+    """
     shape = Shape(1, 1, 16, 16, 16, "f32", num_layers=1)
     batch = Batch(shape, [Sequence(1, 2, 1)])
     plan, arena = batch.plan(), ops.arena(batch.pool)
@@ -277,10 +279,18 @@ def test_call_overhead_stays_small() -> None:
             times.append((time.perf_counter() - start) / 100)
         return min(times)
 
-    direct = fastest(lambda: plan.run_ptr(0, p, 16, p, 16, p, 16, o, 0, 0))
-    through = fastest(lambda: torch_ops.attend_layer(q, q, q, arena, step.id, 0))
-    assert through - direct < 60e-6  # a few microseconds on a quiet machine
-    print(f"direct {direct * 1e6:.1f} us, operator {through * 1e6:.1f} us")
+    library = torch.library.Library("kvcore_test", "DEF")
+    schema = "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, int step, int layer) -> Tensor"
+    library.define("nothing" + schema)
+    library.impl("nothing", lambda q, *_: torch.empty_like(q), "CPU")
+    nothing = torch.ops.kvcore_test.nothing
+    calls = {
+        "direct": lambda: plan.run_ptr(0, p, 16, p, 16, p, 16, o, 0, 0),
+        "nothing": lambda: nothing(q, q, q, arena, step.id, 0),
+        "through": lambda: torch_ops.attend_layer(q, q, q, arena, step.id, 0),
+    }
+    took = {name: fastest(call) for name, call in calls.items()}
+    assert took["through"] - took["direct"] < 2 * took["nothing"], took
 
 
 def test_dlpack_objects_go_into_kernels(given: Setting) -> None:
