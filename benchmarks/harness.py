@@ -60,11 +60,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Context:
-    """What the command line asked for, and the peers it started."""
+    """What the command line asked for; empty shapes and threads: the case's own."""
 
     quick: bool
     peers: dict[str, Any]
     model: str | None = None
+    dtype: str = "bf16"
+    shapes: tuple[str, ...] = ()
+    threads: tuple[int, ...] = ()
 
     def rounds(self, full: int, quick: int) -> int:
         """Number of repetitions."""
@@ -172,6 +175,22 @@ def rate_result(
         repetitions=len(ours),
         **rest,
     )
+
+
+def peer_results(
+    case: str,
+    params: dict[str, Any],
+    ours: Sequence[float],
+    work: float,
+    unit: str,
+    peers: dict[str, Sequence[float]],
+    **rest: Any,
+) -> list[Result]:
+    """A line per peer, whose rate is the limit; ``peers``: seconds for the same work by name."""
+    return [
+        rate_result(case, params, ours, work, unit, name, [work / t for t in taken], **rest)
+        for name, taken in peers.items()
+    ]
 
 
 def time_result(

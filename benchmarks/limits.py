@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 from harness import percentile, seconds
 from kvcore._core import probe
@@ -19,15 +20,28 @@ class LinearRead:
     unit = "GB/s"
     name = "linear_read"
 
-    def __init__(self, total_mib: int = 768, part_mib: int = 64) -> None:
+    def __init__(self, total_mib: int = 768, part_mib: int = 64, threads: int = 1) -> None:
         self._probe = probe.ReadProbe(total_mib * MIB)
-        self._part, self._next = part_mib * MIB, 0
+        self._part, self._next, self._threads = part_mib * MIB, 0, threads
+        self._others = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
     def __call__(self) -> float:
-        """GB/s (decimal) of one read."""
-        taken = seconds(lambda: self._probe.read(self._next, self._part))
+        """GB/s (decimal) of one read, all threads together."""
+        taken = seconds(self._read)
         self._next = (self._next + self._part) % self._probe.bytes
         return self._part / taken / 1e9
+
+    def _read(self) -> None:
+        share = self._part // self._threads
+        starts = [self._next + i * share for i in range(self._threads)]
+        waiting = (
+            [self._others.submit(self._probe.read, s, share) for s in starts[1:]]
+            if (self._others)
+            else []
+        )
+        self._probe.read(starts[0], share)
+        for other in waiting:
+            other.result()
 
 
 class Flops:

@@ -1,7 +1,8 @@
 """Benchmarks: ``python benchmarks/run.py [--list] [--case NAME] [--quick] [--peer NAME=PYTHON]``.
 
 One JSON object a line on standard output (fields: harness.Result). Peers are other systems in
-virtual environments of their own; ``--peer vllm=/path/to/python`` runs vLLM in model_step.
+virtual environments of their own; ``--peer vllm=/path/to/python`` runs vLLM in model_step, and the
+attention operators of vLLM and SGLang in decode_attention and prefill_attention.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer and smaller repetitions")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--model", help="model of model_step: directory, GGUF file or name")
+    parser.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="of pages")
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="Q/KVxDIM:AxB",
+        help="heads, then batch x context (decode) or chunk x context (prefill); may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--threads", action="append", type=int, default=[], help="may be repeated")
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: without the time others took"
     )
@@ -61,7 +68,14 @@ def peers_of(arguments: list[str]) -> dict[str, str]:
 
 def results(args: argparse.Namespace) -> Iterator[Result]:
     """Every result of the chosen cases, as it comes."""
-    context = Context(args.quick, peers_of(args.peer), args.model)
+    context = Context(
+        args.quick,
+        peers_of(args.peer),
+        args.model,
+        args.dtype,
+        tuple(args.shape),
+        tuple(args.threads),
+    )
     for name in args.case or CASES:
         run: Callable[[Context], Iterator[Result]] = importlib.import_module(f"cases.{name}").run
         yield from run(context)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from kvcore import kernels, pages
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,20 @@ class Heads:
         return f"{self.q}/{self.kv}x{self.dim}"
 
 
+def parse_shape(text: str) -> tuple[Heads, int, int]:
+    """ "32/8x128:1x8192" as heads and two numbers; SystemExit names what does not fit."""
+    found = re.fullmatch(r"(\d+)/(\d+)x(\d+):(\d+)x(\d+)", text)
+    if found is None or 0 in (numbers := [int(x) for x in found.groups()]):
+        raise SystemExit(f"--shape {text}: wanted Q/KVxDIM:AxB, as in 32/8x128:1x8192")
+    return Heads(*numbers[:3]), numbers[3], numbers[4]
+
+
 def fill(pool: pages.Pool) -> None:
-    """Normally distributed bf16 numbers in every byte of the pool."""
+    """Normally distributed numbers in every byte of the pool."""
     arena = pool.arena
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * arena.bytes).from_address(arena.address))
-    numbers = torch.randn(1 << 20).bfloat16().view(torch.uint8).numpy()
+    dtype = DTYPES[pool.spec.format]
+    numbers = torch.randn(1 << 20).to(dtype).view(torch.uint8).numpy()
     for first in range(0, arena.bytes, numbers.size):
         part = memory[first : first + numbers.size]
         part[:] = numbers[: part.size]
@@ -47,9 +59,10 @@ class RotatingKv:
         page_size: int = 64,
         batch: int = 1,
         threads: int = 1,
+        dtype: str = "bf16",
     ) -> None:
         self.heads, self.context, self.q_len, self.batch = heads, context, q_len, batch
-        spec = pages.PageSpec(1, heads.kv, heads.dim, page_size=page_size, format="bf16")
+        spec = pages.PageSpec(1, heads.kv, heads.dim, page_size=page_size, format=dtype)
         per_sequence = -(-context // page_size)
         frames = copies * batch * -(-per_sequence // spec.extent_pages)
         self.pool = pages.Pool(spec, frames)
@@ -62,7 +75,8 @@ class RotatingKv:
             starts = np.arange(0, batch * q_len + 1, q_len, dtype=np.int32)
             plan.prepare(starts, np.full(batch, context, np.int32), np.array(held, np.int32))
             self.plans.append(plan)
-        self.q = torch.randn(batch * q_len, heads.q, heads.dim).bfloat16()
+        self.q = torch.randn(batch * q_len, heads.q, heads.dim).to(DTYPES[dtype])
+        self.code = kernels.DTYPE_CODES[str(self.q.dtype).rpartition(".")[2]]
         self.out = torch.empty_like(self.q)
         self.lse = torch.empty(batch * q_len, heads.q)
         self._next = 0
@@ -79,15 +93,15 @@ class RotatingKv:
             self._attend(plan)
 
     def _attend(self, plan: kernels.AttentionPlan) -> None:
-        q, out, bf16 = self.q, self.out, kernels.DTYPE_CODES["bfloat16"]
+        q, out, code = self.q, self.out, self.code
         strides = q.stride(0), out.stride(0)
         lse = self.lse.data_ptr()
-        plan.attend_ptr(0, q.data_ptr(), strides[0], out.data_ptr(), strides[1], lse, bf16)
+        plan.attend_ptr(0, q.data_ptr(), strides[0], out.data_ptr(), strides[1], lse, code)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V of one batch."""
-        return self.batch * self.context * self.heads.kv * self.heads.dim * 2 * 2
+        return self.batch * self.context * self.heads.kv * self.heads.dim * 2 * self.q.itemsize
 
     @property
     def flops(self) -> int:

@@ -1,48 +1,56 @@
-"""Decode attention: bytes of KV per second of one thread, against a linear read of memory.
+"""Decode attention: bytes of KV per second, against a linear read of memory by as many threads.
 
 A repetition is one pass over more KV than the caches hold, next to a linear read of as many bytes:
-one call alone would mostly time its own cold start after that read.
+one call alone would mostly time its own cold start after that read. Peers read KV of the same shape
+and size in their own layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from harness import Context, Result, interleave, rate_result, seconds
+from harness import Context, Result, interleave, peer_results, rate_result, seconds
 from kvcore import kernels
 from limits import MIB, LinearRead
-from workloads import Heads, RotatingKv
+from workloads import RotatingKv, parse_shape
+
+from cases.peer_ops import PeerOps
 
 PASS_MIB = 256
-SHAPES = [  # heads, batch, context
-    (Heads(32, 8, 128), 1, 8192),
-    (Heads(32, 8, 128), 8, 8192),
-    (Heads(32, 8, 128), 32, 1024),
-    (Heads(9, 3, 64), 1, 8192),
-]
+SHAPES = ("32/8x128:1x8192", "32/8x128:8x8192", "32/8x128:32x1024", "9/3x64:1x8192")
 
 
 def run(context: Context) -> Iterator[Result]:
-    """One result per shape."""
-    linear = LinearRead(part_mib=PASS_MIB)
-    for heads, batch, tokens in SHAPES:
-        one = batch * tokens * heads.kv * heads.dim * 4
-        kv = RotatingKv(heads, tokens, 1, copies=-(-PASS_MIB * MIB // one), batch=batch)
-        taken = interleave(
-            {"ours": lambda kv=kv: seconds(kv.attend_all), "limit": linear},
-            context.rounds(40, 10),
-        )
-        num_bytes, flops = (len(kv.plans) * work for work in (kv.kv_bytes, kv.flops))
-        yield rate_result(
-            "decode_attention",
-            {"heads": str(heads), "context": tokens, "batch": batch, "format": "bf16"},
-            taken["ours"],
-            num_bytes / 1e9,
-            "GB/s",
-            linear.name,
-            taken["limit"],
-            bytes=num_bytes,
-            flops=flops,
-            isa=kernels.isa(),
-            threads=1,
-        )
+    """One result per number of threads and shape, and one per peer."""
+    for threads in context.threads or (1,):
+        linear = LinearRead(part_mib=PASS_MIB, threads=threads)
+        with PeerOps(context, threads) as peers:
+            for shape in context.shapes or SHAPES:
+                yield from measure(context, shape, threads, linear, peers)
+
+
+def measure(
+    context: Context, shape: str, threads: int, linear: LinearRead, peers: PeerOps
+) -> Iterator[Result]:
+    """Ours, the limit and the peers in turn."""
+    heads, batch, tokens = parse_shape(shape)
+    size = 4 if context.dtype == "f32" else 2
+    copies = -(-PASS_MIB * MIB // (batch * tokens * heads.kv * heads.dim * 2 * size))
+    kv = RotatingKv(
+        heads, tokens, 1, copies=copies, batch=batch, threads=threads, dtype=context.dtype
+    )
+    request = {"op": "decode", "batch": batch, "context": tokens, "pass_mib": PASS_MIB}
+    timed: dict[str, Callable[[], float]] = {
+        "ours": lambda: seconds(kv.attend_all),
+        "limit": linear,
+        **peers.timed(heads, request),
+    }
+    taken = interleave(timed, context.rounds(40, 10))
+    num_bytes, flops = (len(kv.plans) * work for work in (kv.kv_bytes, kv.flops))
+    params = {"heads": str(heads), "context": tokens, "batch": batch, "format": context.dtype}
+    ours, limit = taken.pop("ours"), taken.pop("limit")
+    work = num_bytes / 1e9, "GB/s"
+    rest = {"bytes": num_bytes, "flops": flops, "isa": kernels.isa(), "threads": threads}
+    name = linear.name
+    yield rate_result("decode_attention", params, ours, *work, name, limit, **rest)
+    yield from peer_results("decode_attention", params, ours, *work, taken, **rest)

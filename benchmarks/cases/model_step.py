@@ -84,7 +84,7 @@ def run(context: Context) -> Iterator[Result]:
     """Decode at batch 1 and 8, then a first token without and with a cached prefix."""
     ours = Ours(context.model or model.DEFAULT_MODEL)
     peers = {
-        name: Peer(name, python, "--model", str(ours.model.path))
+        name: Peer(f"{name}_model.py", python, "--model", str(ours.model.path))
         for name, python in context.peers.items()
     }
     try:

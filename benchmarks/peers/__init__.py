@@ -8,17 +8,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-SCRIPTS = {"vllm": "vllm_model.py"}
-
 
 class Peer:
     """A running peer script: requests and replies are JSON objects, one a line."""
 
-    def __init__(self, name: str, python: str, *arguments: str) -> None:
-        script = Path(__file__).parent / SCRIPTS[name]
+    def __init__(self, script: str, python: str, *arguments: str) -> None:
         clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         self.process = subprocess.Popen(
-            [python, str(script), *arguments],
+            [python, str(Path(__file__).parent / script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
