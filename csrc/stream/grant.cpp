@@ -185,17 +185,18 @@ Result<StreamGrant> StreamGrant::decode(std::span<const std::byte> bytes) {
 }
 
 Status check_layout(const pages::PageSpecOptions& local, const pages::PageSpecOptions& remote) {
+  const auto layout_of = [](LayoutId id) { return id == LayoutId::kPacked ? "packed" : "canonical"; };
   const struct {
     const char* name;
-    std::int64_t local, remote;
+    std::string local, remote;
   } fields[] = {
-      {"num_layers", local.num_layers, remote.num_layers},
-      {"num_kv_heads", local.num_kv_heads, remote.num_kv_heads},
-      {"head_dim_k", local.head_dim_k, remote.head_dim_k},
-      {"head_dim_v", local.head_dim_v, remote.head_dim_v},
-      {"page_size", local.page_size, remote.page_size},
-      {"format", static_cast<int>(local.format), static_cast<int>(remote.format)},
-      {"layout", static_cast<int>(local.layout), static_cast<int>(remote.layout)},
+      {"num_layers", text(local.num_layers), text(remote.num_layers)},
+      {"num_kv_heads", text(local.num_kv_heads), text(remote.num_kv_heads)},
+      {"head_dim_k", text(local.head_dim_k), text(remote.head_dim_k)},
+      {"head_dim_v", text(local.head_dim_v), text(remote.head_dim_v)},
+      {"page_size", text(local.page_size), text(remote.page_size)},
+      {"format", pages::name_of(local.format), pages::name_of(remote.format)},
+      {"layout", layout_of(local.layout), layout_of(remote.layout)},
   };
   for (const auto& f : fields) {
     if (f.local != f.remote) {
