@@ -3,6 +3,8 @@
 #include "kernels/dispatch/levels.h"
 #include "kernels/simd/avx512.h"
 //
+#include "kernels/simd/int_avx512.h"
+//
 #include "kernels/attention/attend_impl.h"
 
 namespace kvcore::kernels::avx512 {

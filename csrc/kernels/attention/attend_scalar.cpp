@@ -3,6 +3,8 @@
 #include "kernels/dispatch/levels.h"
 #include "kernels/simd/scalar.h"
 //
+#include "kernels/simd/int_scalar.h"
+//
 #include "kernels/attention/attend_impl.h"
 
 namespace kvcore::kernels::scalar {

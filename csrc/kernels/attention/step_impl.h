@@ -1,116 +1,10 @@
 // One step of attention: 64 tokens of one KV head against groups of rows.
 #pragma once
 
-#include "kernels/attention/tile_impl.h"
+#include "kernels/attention/pieces_impl.h"
 
 namespace kvcore::kernels::KVCORE_ISA_NS {
 namespace {
-
-constexpr int kMaxPieces = 4;  // pages of 16 tokens in one step
-
-struct Piece {  // consecutive tokens of one page inside one step, for one KV head
-  const char* k;
-  const char* v;
-  std::int64_t v_tokens;  // tokens of the block by which V's dim blocks are strided
-  std::int64_t v_first;   // of those, the piece's first
-  std::int64_t k_ahead;  // bytes from K's rows to what is read next; 0: no need to say, see reach()
-  std::int64_t v_ahead;
-  int first, count;  // in the step
-  int lanes;         // tokens of one K block row
-  Format k_format, v_format;
-  const HeadBlock* head;
-  bool packed;  // lies as the tiles read it
-};
-
-struct Step {
-  Piece pieces[kMaxPieces];
-  std::int32_t head;
-  std::int64_t start;  // absolute token
-  int num_pieces;
-  bool p_pairs, p_floats;  // forms of p the pieces' V formats ask for
-  bool packed;             // all pieces lie as the tiles read them
-};
-
-inline std::int64_t bytes_of(Format f) { return f == Format::kF32 ? 4 : 2; }
-inline bool takes_pairs(Format f) { return kBf16Pairs && f == Format::kBf16; }
-inline std::int64_t at_most(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-
-// A page of 64 tokens is read strictly forward. Smaller pages are read in turn, a K block of each
-// and then a V block of each; of a page of 128 tokens first one half and then the other. When few
-// rows share the bytes, the jumps cost more than the arithmetic, so the next run is fetched beside
-// this one.
-inline void reach(const AttendUnit& u, std::int64_t in_page, Piece& p) {
-  const std::int64_t page = u.pages->page_size;
-  if (page == kStepTokens || (u.t1 - u.t0) * u.group > kMaxRows) return;
-  const std::int64_t k_block = page * u.pages->head_dim_k * bytes_of(p.k_format);
-  const std::int64_t v_block = page * u.pages->head_dim_v * bytes_of(p.v_format);
-  if (page < kStepTokens) {  // K, then V, then the next head's K
-    p.k_ahead = k_block;
-    p.v_ahead = v_block;
-  } else {  // the other half, then the next head's first half
-    const std::int64_t k_half = k_block / 2,
-                       v_half = kStepTokens * kDimBlock * bytes_of(p.v_format);
-    p.k_ahead = in_page == 0 ? k_half : k_block + v_block - k_half;
-    p.v_ahead = in_page == 0 ? v_half : k_block + v_block - v_half;
-  }
-}
-
-// Finds the pieces of the step of KV head h that starts at absolute token `start`.
-inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step& step) {
-  const PagesView& pv = *u.pages;
-  const std::int64_t page = pv.page_size;
-  step.head = h;
-  step.start = start;
-  step.num_pieces = 0;
-  step.p_pairs = step.p_floats = false;
-  step.packed = true;
-  const std::int64_t tokens = at_most(u.first_visible + u.t1 - 1 - start, kStepTokens);
-  for (std::int64_t i = 0; i < tokens;) {
-    const std::int64_t in_page = (start + i) % page;
-    const PageRecord& record = pv.records[u.block_row[(start + i) / page]];
-    const ClassView& cls = pv.classes[record.class_id];
-    const LayerView& layer = cls.layers[u.layer];
-    const HeadBlock& head = layer.heads[h];
-    const char* slice = reinterpret_cast<const char*>(pv.arena) + record.offset_bytes +
-                        layer.run_bytes + record.index * layer.slice_bytes;
-    Piece& p = step.pieces[step.num_pieces++];
-    p.first = static_cast<int>(i);
-    p.lanes = static_cast<int>(at_most(page, kTokenBlock));
-    p.count = p.lanes;  // steps and pages start at multiples of it
-    p.k_format = head.k_format;
-    p.v_format = head.v_format;
-    p.k = slice + head.k_offset_bytes;
-    p.v = slice + head.v_offset_bytes;
-    p.k_ahead = p.v_ahead = 0;
-    p.v_tokens = page;
-    p.v_first = in_page;
-    p.head = &head;
-    p.packed = cls.layout == LayoutId::kPacked;
-    step.packed &= p.packed;
-    if (p.packed) {
-      reach(u, in_page, p);
-      p.k += in_page * pv.head_dim_k * bytes_of(p.k_format);
-    }
-    (takes_pairs(p.v_format) ? step.p_pairs : step.p_floats) = true;
-    i += p.count;
-  }
-}
-
-// Packs the pieces of pages kept in canonical layout into work memory.
-void pack_pieces(const AttendUnit& u, Step& step) {
-  const std::int32_t dk = u.pages->head_dim_k, dv = u.pages->head_dim_v;
-  for (int i = 0; i < step.num_pieces; ++i) {
-    Piece& p = step.pieces[i];
-    if (p.packed) continue;
-    char* k_out = u.scratch->packed + std::int64_t{p.first} * (dk + dv) * 4;
-    char* v_out = k_out + std::int64_t{p.count} * dk * 4;
-    u.pack(p.k, p.v, p.v_first, p.count, dk, dv, *p.head, k_out, v_out);
-    p.k = k_out;
-    p.v = v_out;
-    p.v_tokens = p.count;
-    p.v_first = 0;
-  }
-}
 
 // The scores of one group of rows in one step, then their probabilities in the forms PV reads.
 struct Group {
@@ -181,8 +75,9 @@ inline void probabilities_of(const AttendUnit& u, const Step& step, std::int64_t
   store(l, fma(load(l), set1(g.alpha[m]), sum));
 }
 
-// Online softmax of M rows. Their maxima stay in registers until all are in one vector: put together
-// through memory, the vector's load would wait for the stores, and so for all reads before them.
+// Online softmax of M rows. Their maxima stay in registers until all are in one vector: put
+// together through memory, the vector's load would wait for the stores, and so for all reads before
+// them.
 template <bool Full, int M>
 inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, std::int64_t n,
                     Group& g) {
@@ -253,6 +148,10 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
       const std::int64_t dims = at_most(dv - d, kDimBlock);
       t.b = p.v + (p.v_tokens * d + p.v_first * dims) * bytes_of(p.v_format);
       t.b_stride = dims * (p.v_format == Format::kF16 ? 2 : 4);
+      if (p.v_row_bytes != 0) {
+        t.b = p.v + 4 * d;
+        t.b_stride = p.v_row_bytes;
+      }
       t.c = u.scratch->segment.o + row * dv + d;
       run_tiles(p.v_format, rows, static_cast<int>(dims / 16), t);
     }
@@ -281,10 +180,10 @@ inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, st
   }
 }
 
-// One located step. Rows that see all of it go in full groups; rows of tokens inside the causal edge
-// go token by token, so that what a row cannot see is never multiplied, not even by 0.
+// One located step. Rows that see all of it go in full groups; rows of tokens inside the causal
+// edge go token by token, so that what a row cannot see is never multiplied, not even by 0.
 void run_step(const AttendUnit& u, Step& step, Group& g) {
-  if (!step.packed) pack_pieces(u, step);
+  if (!step.in_place) gather(u, step);
   const std::int64_t base = (step.head - u.h0) * (u.t1 - u.t0) * u.group - u.t0 * u.group;
   std::int64_t t = u.t0;
   if (u.first_visible + t <= step.start) t = step.start - u.first_visible + 1;

@@ -7,6 +7,7 @@
 
 #include "base/dtype.h"
 #include "base/page_layout.h"
+#include "kernels/formats/block.h"
 
 namespace kvcore::kernels {
 
@@ -30,7 +31,10 @@ struct Scratch {
   float* l_lanes;          // [R][kMaxLanes] running sums, one per lane
   float* out;              // [R][Dv] of the segments so far, normalised
   float* lse;              // [R]
-  char* packed;  // [64][Dk + Dv] floats: pages kept in canonical layout, packed on the fly
+  // [64][Dk + Dv] floats: what the tiles cannot read in place, packed on the fly, and [64][Dk]
+  // floats on the way there.
+  char* packed;
+  float* decoded;
 };
 
 // Packs `count` tokens (16, 32 or 64) of a canonical head block, from token `first`, into blocks
@@ -38,6 +42,9 @@ struct Scratch {
 using PackTokens = void (*)(const char* k, const char* v, std::int64_t first, std::int64_t count,
                             std::int32_t head_dim_k, std::int32_t head_dim_v, const HeadBlock& head,
                             char* k_out, char* v_out);
+
+// Turns codes of a page into rows of numbers; of the level in use, like the kernel itself.
+using DecodeTokens = void (*)(const DecodeBlock&);
 
 // Where a fold finds the rows of one segment: rows [head][tokens][group] from `row` on, of which this
 // unit's tokens are those from `token` on.
@@ -75,6 +82,7 @@ struct AttendUnit {
   const PartialRef* refs;
   const Scratch* scratch;
   PackTokens pack;
+  DecodeTokens decode;
 };
 
 // out = merge of a and b, row by row; an empty part (lse -inf) leaves the other bit for bit.
