@@ -108,7 +108,7 @@ class AttentionPlan {
   float scale_log2_;
   ThreadPool* threads_;
   std::int32_t classes_seen_ = 0;
-  bool k_pairs_ = false, k_floats_ = false;
+  bool k_pairs_ = false, k_floats_ = false, k_words_ = false;
 
   std::int64_t num_tokens_ = 0;
   std::vector<Sequence> sequences_;

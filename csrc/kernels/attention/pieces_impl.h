@@ -12,6 +12,7 @@ constexpr int kMaxPieces = 4;  // pages of 16 tokens in one step
 enum class Way : std::uint8_t {
   kInPlace,  // the page is what they read
   kPack,     // from canonical layout
+  kCodes,    // codes, multiplied as integers where they lie
   kDecode,   // codes, turned into numbers first
 };
 
@@ -37,38 +38,59 @@ struct Step {
   int num_pieces;
   bool p_pairs, p_floats;  // forms of p the pieces' V formats ask for
   bool in_place;           // all pieces are read where they lie
+  bool k_codes, v_codes;   // some piece's K or V is multiplied as integers
 };
 
 inline std::int64_t bytes_of(Format f) { return f == Format::kF32 ? 4 : 2; }
+inline std::int64_t bits_of(Format f) {
+  switch (f) {
+    case Format::kF32:
+      return 32;
+    case Format::kInt8:
+    case Format::kFp8:
+      return 8;
+    case Format::kK4:
+    case Format::kV4:
+      return 4;
+    case Format::kV3:
+      return 3;
+    default:
+      return 16;
+  }
+}
 inline bool takes_pairs(Format f) { return kBf16Pairs && f == Format::kBf16; }
+inline bool is_rotated(Format f) { return f == Format::kV4 || f == Format::kV3; }
 inline std::int64_t at_most(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
+inline Way way_of(const ClassView& cls, Format f) {
+  return f == Format::kFp8                 ? Way::kDecode
+         : f > Format::kBf16               ? Way::kCodes
+         : cls.layout == LayoutId::kPacked ? Way::kInPlace
+                                           : Way::kPack;
+}
+inline bool read_in_place(Way way) { return way == Way::kInPlace || way == Way::kCodes; }
 
 // A page of 64 tokens is read strictly forward. Smaller pages are read in turn, a K block of each
 // and then a V block of each; of a page of 128 tokens first one half and then the other. When few
 // rows share the bytes, the jumps cost more than the arithmetic, so the next run is fetched beside
 // this one.
-inline void reach(const AttendUnit& u, std::int64_t in_page, Piece& p) {
+inline void reach(const AttendUnit& u, const LayerView& layer, std::int32_t h, Piece& p) {
   const std::int64_t page = u.pages->page_size;
   if (page == kStepTokens || (u.t1 - u.t0) * u.group > kMaxRows) return;
-  const std::int64_t k_block = page * u.pages->head_dim_k * bytes_of(p.k_format);
-  const std::int64_t v_block = page * u.pages->head_dim_v * bytes_of(p.v_format);
+  const HeadBlock& head = layer.heads[h];
+  const std::int64_t end =
+      h + 1 < u.pages->num_kv_heads ? layer.heads[h + 1].k_offset_bytes : layer.slice_bytes;
+  const std::int64_t k_block = head.v_offset_bytes - head.k_offset_bytes;
+  const std::int64_t v_block = end - head.v_offset_bytes;
   if (page < kStepTokens) {  // K, then V, then the next head's K
     p.k_ahead = k_block;
     p.v_ahead = v_block;
   } else {  // the other half, then the next head's first half
-    const std::int64_t k_half = k_block / 2,
-                       v_half = kStepTokens * kDimBlock * bytes_of(p.v_format);
-    p.k_ahead = in_page == 0 ? k_half : k_block + v_block - k_half;
-    p.v_ahead = in_page == 0 ? v_half : k_block + v_block - v_half;
+    const std::int64_t k_half = kStepTokens * u.pages->head_dim_k * bits_of(p.k_format) / 8,
+                       v_half = kStepTokens * kDimBlock * bits_of(p.v_format) / 8;
+    p.k_ahead = p.v_first == 0 ? k_half : k_block + v_block - k_half;
+    p.v_ahead = p.v_first == 0 ? v_half : k_block + v_block - v_half;
   }
-}
-
-inline bool holds_codes(Format f) { return f > Format::kBf16; }
-
-inline Way way_of(const ClassView& cls, Format f) {
-  return holds_codes(f)                    ? Way::kDecode
-         : cls.layout == LayoutId::kPacked ? Way::kInPlace
-                                           : Way::kPack;
 }
 
 // Finds the pieces of the step of KV head h that starts at absolute token `start`.
@@ -78,7 +100,7 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
   step.head = h;
   step.start = start;
   step.num_pieces = 0;
-  step.p_pairs = step.p_floats = false;
+  step.p_pairs = step.p_floats = step.k_codes = step.v_codes = false;
   step.in_place = true;
   const std::int64_t tokens = at_most(u.first_visible + u.t1 - 1 - start, kStepTokens);
   for (std::int64_t i = 0; i < tokens;) {
@@ -104,10 +126,14 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
     p.v_row_bytes = 0;
     p.k_way = way_of(cls, p.k_format);
     p.v_way = way_of(cls, p.v_format);
-    if (p.k_way == Way::kInPlace && p.v_way == Way::kInPlace) reach(u, in_page, p);
+    const bool in_place = read_in_place(p.k_way) && read_in_place(p.v_way);
+    if (in_place) reach(u, layer, h, p);
+    step.in_place &= in_place;
     if (p.k_way == Way::kInPlace) p.k += in_page * pv.head_dim_k * bytes_of(p.k_format);
-    step.in_place &= p.k_way == Way::kInPlace && p.v_way == Way::kInPlace;
-    (takes_pairs(p.v_format) ? step.p_pairs : step.p_floats) = true;
+    step.k_codes |= p.k_way == Way::kCodes;
+    (p.v_way == Way::kCodes    ? step.v_codes
+     : takes_pairs(p.v_format) ? step.p_pairs
+                               : step.p_floats) = true;
     i += p.count;
   }
 }

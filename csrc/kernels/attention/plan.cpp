@@ -52,6 +52,7 @@ void AttentionPlan::see_classes() {
       for (std::int32_t h = 0; h < pages_->num_kv_heads; ++h) {
         const Format k = pages_->classes[classes_seen_].layers[l].heads[h].k_format;
         (k == Format::kBf16 ? k_pairs_ : k_floats_) = true;
+        k_words_ |= k == Format::kInt8;
       }
 }
 
@@ -260,7 +261,9 @@ void AttentionPlan::reserve_scratch() {
   const std::int64_t rows = max_rows_, dk = pages_->head_dim_k, dv = pages_->head_dim_v;
   const std::int64_t per_thread = whole_lines(rows * dk) + whole_lines(rows * dk / 2) +
                                   2 * whole_lines(rows * dv) + 3 * whole_lines(rows) +
-                                  rows * kMaxLanes + whole_lines(kStepTokens * (2 * dk + dv));
+                                  rows * kMaxLanes + whole_lines(kStepTokens * (2 * dk + dv)) +
+                                  whole_lines(rows * dk / 2) + 2 * whole_lines(rows) +
+                                  whole_lines(rows * dv) + whole_lines(2 * pages_->num_kv_heads);
   const std::int64_t total =
       kMaxLanes + num_threads() * per_thread + partial_rows_ * (dv + 2);
   if (static_cast<std::int64_t>(memory_.size()) < total)
@@ -280,6 +283,11 @@ void AttentionPlan::reserve_scratch() {
     s.lse = take(rows);
     s.packed = reinterpret_cast<char*>(take(kStepTokens * (dk + dv)));
     s.decoded = take(kStepTokens * dk);
+    s.q_words = reinterpret_cast<std::int16_t*>(take(rows * dk / 2));
+    s.q_factor = take(rows);
+    s.q_bias = reinterpret_cast<std::int32_t*>(take(rows));
+    s.rotated = take(rows * dv);
+    s.rotated_from = reinterpret_cast<std::int64_t*>(take(std::int64_t{2} * pages_->num_kv_heads));
     scratch_.push_back(s);
   }
   partials_ = take_sums(partial_rows_);
@@ -366,6 +374,7 @@ AttendUnit AttentionPlan::expand(const Unit& unit, const Call& call, const Scrat
       .scale_log2 = scale_log2_,
       .k_pairs = k_pairs_,
       .k_floats = k_floats_,
+      .k_words = k_words_,
       .partials = partial ? partials_ : RowSums{},
       .partial_row = unit.partial_row,
       .partial_rows = whole_lines(rows),

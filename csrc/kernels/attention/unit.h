@@ -35,6 +35,12 @@ struct Scratch {
   // floats on the way there.
   char* packed;
   float* decoded;
+  // Queries as 16-bit integers, for int8's codes: their factor, and -128 times their sum.
+  std::int16_t* q_words;       // [R][Dk]
+  float* q_factor;             // [R]
+  std::int32_t* q_bias;        // [R]
+  float* rotated;              // [R][Dv] sums over v4 and v3, turned back when a segment ends
+  std::int64_t* rotated_from;  // [KV heads] absolute token from which there are some
 };
 
 // Packs `count` tokens (16, 32 or 64) of a canonical head block, from token `first`, into blocks
@@ -46,8 +52,8 @@ using PackTokens = void (*)(const char* k, const char* v, std::int64_t first, st
 // Turns codes of a page into rows of numbers; of the level in use, like the kernel itself.
 using DecodeTokens = void (*)(const DecodeBlock&);
 
-// Where a fold finds the rows of one segment: rows [head][tokens][group] from `row` on, of which this
-// unit's tokens are those from `token` on.
+// Where a fold finds the rows of one segment: rows [head][tokens][group] from `row` on, of which
+// this unit's tokens are those from `token` on.
 struct PartialRef {
   std::int64_t row;
   std::int32_t tokens;
@@ -73,10 +79,10 @@ struct AttendUnit {
   std::int32_t h0, h1;
   std::int64_t first_visible;  // tokens that token 0 of the sequence sees; may be <= 0
   std::int64_t segment0, segment1;
-  float scale_log2;        // softmax scale times log2(e)
-  bool k_pairs, k_floats;  // which forms of q the pages' K formats may ask for
-  // o null: fold the segments and write out. Otherwise attend_unit leaves one RowSums a segment from
-  // partial_row on, each partial_rows apart, and fold_unit reads those of refs [segments].
+  float scale_log2;                 // softmax scale times log2(e)
+  bool k_pairs, k_floats, k_words;  // which forms of q the pages' K formats may ask for
+  // o null: fold the segments and write out. Otherwise attend_unit leaves one RowSums a segment
+  // from partial_row on, each partial_rows apart, and fold_unit reads those of refs [segments].
   RowSums partials;
   std::int64_t partial_row, partial_rows;
   const PartialRef* refs;

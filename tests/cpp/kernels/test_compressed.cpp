@@ -10,17 +10,24 @@ constexpr HeadFormats kPairs[] = {{kInt8, kInt8}, {kFp8, kFp8},  {kK4, kV4},   {
                                   {kInt8, kV4},   {kK4, kInt8},  {kBf16, kV4}, {kK4, kBf16},
                                   {kFp8, kV3},    {kBf16, kInt8}};
 
-// Largest error of an output, for V of size 1, beside the rounding of f32.
-double tolerance(const HeadFormats& f) {
-  if (f.k == kBf16 || f.v == kBf16) return 3e-2;
-  return 2e-5;
+// Largest errors, for q, K and V of size 1. K: of lse, that is of a score, by the integers that
+// stand for the query: 14 bits for int8, 7 for k4 (whose own error is 0.1). V: bf16 rounds each
+// probability; codes have them as bytes on the step's scale (7 bits on AVX2), so that the error is
+// large where few tokens share the weight. fp8 is multiplied as f32.
+struct Tolerance {
+  double out, lse;
+};
+Tolerance tolerance(const HeadFormats& f, std::int64_t context) {
+  const double lse = f.k == kK4 ? 8e-2 : f.k == kInt8 ? 3e-4 : 2e-5;
+  const double p = f.v == kFp8 ? 0 : 4e-2;
+  return {(2e-5 + p + lse / 4) / (context > 1000 ? 3 : 1), lse};
 }
 
 class Compressed : public EveryIsa {};
 KVCORE_EVERY_ISA(Compressed);
 
 void expect_close(const ClassPages& pages, std::int32_t q_heads, const std::vector<Item>& items,
-                  double tolerance, const std::string& what) {
+                  const HeadFormats& worst, const std::string& what) {
   std::int64_t tokens = 0;
   for (const Item& i : items) tokens += i.q_len;
   const Tensor q = short_queries(tokens, std::int64_t{q_heads} * pages.view().head_dim_k, 5);
@@ -28,8 +35,9 @@ void expect_close(const ClassPages& pages, std::int32_t q_heads, const std::vect
   std::int64_t row = 0;
   for (const Item& i : items) {
     const Errors e = compare(pages.view(), q_heads, i, q, got, row);
-    EXPECT_LT(e.out, tolerance) << what << ", q_len " << i.q_len << ", context " << i.context;
-    EXPECT_LT(e.lse, tolerance) << what << ", q_len " << i.q_len << ", context " << i.context;
+    const Tolerance most = tolerance(worst, i.context);
+    EXPECT_LT(e.out, most.out) << what << ", q_len " << i.q_len << ", context " << i.context;
+    EXPECT_LT(e.lse, most.lse) << what << ", q_len " << i.q_len << ", context " << i.context;
     row += i.q_len;
   }
 }
@@ -47,7 +55,7 @@ TEST_P(Compressed, EveryPairAndPageSizeMatchesTheDecodedRows) {
       const std::vector<Item> items{{&s, 1, 1090},     {&s, 1, 0},    {&s, 1, 1},
                                     {&s, 1, page - 1}, {&s, 1, page}, {&s, 1, page + 1},
                                     {&s, 5, 3},        {&s, 3, 1026}, {&s, 30, page + 9}};
-      expect_close(pages, 6, items, tolerance(f), name_of(f) + ", page " + std::to_string(page));
+      expect_close(pages, 6, items, f, name_of(f) + ", page " + std::to_string(page));
     }
 }
 
@@ -59,7 +67,7 @@ TEST_P(Compressed, GroupsAndHeadDims) {
         ClassPages pages({1, dim, dim}, {{f}}, 3);
         const Sequence s = make_mixed(pages, 131, 0, 3, {0});
         expect_close(
-            pages, group, {{&s, 3, 131}}, tolerance(f),
+            pages, group, {{&s, 3, 131}}, f,
             name_of(f) + ", group " + std::to_string(group) + ", head_dim " + std::to_string(dim));
       }
 }
@@ -78,7 +86,7 @@ TEST_P(Compressed, AnyMixInsideOneSequence) {
     for (std::int64_t i = 1; i < n; ++i) class_of.push_back(1 + static_cast<std::int32_t>(i % 3));
     class_of.push_back(0);
     const Sequence s = make_mixed(pages, 2213, 1, 10, class_of);
-    expect_close(pages, 6, {{&s, 1, 2213}, {&s, 7, 1100}, {&s, 70, 400}}, 3e-2,
+    expect_close(pages, 6, {{&s, 1, 2213}, {&s, 7, 1100}, {&s, 70, 400}}, {kK4, kV4},
                  "page " + std::to_string(page));
   }
 }
