@@ -22,6 +22,7 @@ CASES = {
     "decode_attention": "one query row over a long context, against the linear read limit",
     "prefill_attention": "causal chunks over a long context, against the multiply-add peak",
     "encode": "pages into int8, fp8, k4, v4, v3 and back, against copying the same bytes",
+    "seal": "open pages of whole models into the compressed ones of each KV profile",
     "prefix_hit": "time to a first token over a cached document, against its rest alone",
     "prefix_lookup": "match and pin a cached prefix, microseconds",
     "shared_prefix": "decoding 32 sequences over one cached prompt, together and one by one",
