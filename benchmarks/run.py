@@ -25,6 +25,7 @@ CASES = {
     "prefill_attention": "causal chunks over a long context, against the multiply-add peak",
     "encode": "pages into int8, fp8, k4, v4, v3 and back, against copying the same bytes",
     "op_overhead": "a call through torch.ops.kvcore, against an operator that does nothing",
+    "seal": "open pages of whole models into the compressed ones of each KV profile",
     "prefix_hit": "time to a first token over a cached document, against its rest alone",
     "prefix_lookup": "match and pin a cached prefix, microseconds",
     "shared_prefix": "decoding 32 sequences over one cached prompt, together and one by one",

@@ -263,7 +263,7 @@ void bind_pool(py::module_& m) {
           [](Pool& p, std::int64_t n, std::int32_t run) { return unwrap(p.alloc(n, run)); },
           py::arg("num_pages"), py::arg("run_pages") = 0)
       .def(
-          "free_pages", [](const Pool& p, std::int32_t run) { return unwrap(p.free_pages(run)); },
+          "free_pages", [](Pool& p, std::int32_t run) { return unwrap(p.free_pages(run)); },
           py::arg("run_pages") = 0)
       .def(
           "add_class", [](Pool& p, const PageClass& c) { return unwrap(p.add_class(c)); },

@@ -85,16 +85,14 @@ std::int64_t Pool::free_frames() const {
   return static_cast<std::int64_t>(parked_.size()) + std::min(ids_.free_groups(), space_.fits(0));
 }
 
-std::int64_t Pool::free_singles() const {
-  const auto parked = static_cast<std::int64_t>(parked_.size());
-  return std::min(ids_.free_ids() + parked * extent_,
-                  space_.fits(1) + parked * (frame_bytes_ / single_bytes_));
-}
+std::int64_t Pool::free_singles() const { return std::min(ids_.free_ids(), space_.fits(1)); }
 
-Result<std::int64_t> Pool::free_pages(std::int32_t run_pages) const {
+Result<std::int64_t> Pool::free_pages(std::int32_t run_pages) {
   KVCORE_RETURN_IF_ERROR(check_run(run_pages));
   std::lock_guard lock(mutex_);
-  return in_singles(run_pages) ? free_singles() : free_frames() * extent_;
+  if (!in_singles(run_pages)) return free_frames() * extent_;
+  unpark();
+  return free_singles();
 }
 
 Error Pool::out_of_pages(std::int64_t num_pages, std::int32_t run_pages) const {
@@ -149,7 +147,7 @@ Result<std::vector<std::int32_t>> Pool::alloc(std::int64_t num_pages, std::int32
   std::lock_guard lock(mutex_);
   const bool singles = in_singles(run_pages);
   const std::int64_t count = singles ? num_pages : num_pages / extent_ + (num_pages % extent_ != 0);
-  if (singles && num_pages > 0) unpark();
+  if (singles) unpark();
   if (count > (singles ? free_singles() : free_frames()) || fails(faults_.get(), "pool.alloc"))
     return out_of_pages(num_pages, run_pages);
   std::vector<std::int32_t> pages;

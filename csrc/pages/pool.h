@@ -94,8 +94,8 @@ class Pool {
   // extent_pages) whole groups, pages beyond num_pages are the rest of the last one and the
   // caller's too (a sequence grows into them). 1: num_pages single pages.
   Result<std::vector<std::int32_t>> alloc(std::int64_t num_pages, std::int32_t run_pages = 0);
-  // Pages that alloc(n, run_pages) could give now.
-  Result<std::int64_t> free_pages(std::int32_t run_pages = 0) const;
+  // Pages that alloc(n, run_pages) could give now. Asking for single ones joins free frames.
+  Result<std::int64_t> free_pages(std::int32_t run_pages = 0);
   // The list may name a page several times; each time counts.
   Status incref(std::span<const std::int32_t> pages);
   Status decref(std::span<const std::int32_t> pages);

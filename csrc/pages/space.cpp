@@ -1,6 +1,7 @@
 #include "pages/space.h"
 
 #include <iterator>
+#include <limits>
 
 namespace kvcore::pages {
 
@@ -12,22 +13,24 @@ void Space::count(std::int64_t bytes, std::int64_t by) {
 void Space::add(std::int64_t offset, std::int64_t bytes) {
   if (bytes == 0) return;
   spans_.emplace(offset, bytes);
-  lengths_.insert(bytes);
+  by_bytes_.emplace(bytes, offset);
   count(bytes, 1);
 }
 
-void Space::remove(Spans::iterator span) {
-  lengths_.erase(lengths_.find(span->second));
-  count(span->second, -1);
-  spans_.erase(span);
+void Space::remove(std::int64_t offset, std::int64_t bytes) {
+  spans_.erase(offset);
+  by_bytes_.erase({bytes, offset});
+  count(bytes, -1);
 }
 
 std::optional<std::int64_t> Space::take(std::int64_t bytes, End end) {
-  if (lengths_.empty() || *lengths_.rbegin() < bytes) return std::nullopt;
-  auto span = end == End::kLow ? spans_.begin() : std::prev(spans_.end());
-  while (span->second < bytes) end == End::kLow ? ++span : --span;  // one of them is long enough
-  const auto [offset, length] = *span;
-  remove(span);
+  auto span = by_bytes_.lower_bound({bytes, 0});
+  if (span == by_bytes_.end()) return std::nullopt;
+  if (end == End::kHigh)
+    span =
+        std::prev(by_bytes_.upper_bound({span->first, std::numeric_limits<std::int64_t>::max()}));
+  const auto [length, offset] = *span;
+  remove(offset, length);
   const std::int64_t rest = length - bytes;
   add(end == End::kLow ? offset + bytes : offset, rest);
   return end == End::kLow ? offset : offset + rest;
@@ -36,17 +39,17 @@ std::optional<std::int64_t> Space::take(std::int64_t bytes, End end) {
 void Space::give(std::int64_t offset, std::int64_t bytes) {
   const auto next = spans_.lower_bound(offset);
   if (next != spans_.begin()) {
-    const auto before = std::prev(next);
-    if (before->first + before->second == offset) {
-      offset = before->first;
-      bytes += before->second;
-      remove(before);
+    const auto [before, length] = *std::prev(next);
+    if (before + length == offset) {
+      remove(before, length);
+      offset = before;
+      bytes += length;
     }
   }
-  const auto after = spans_.lower_bound(offset + bytes);
-  if (after != spans_.end() && after->first == offset + bytes) {
-    bytes += after->second;
-    remove(after);
+  if (const auto after = spans_.find(offset + bytes); after != spans_.end()) {
+    const std::int64_t length = after->second;
+    remove(after->first, length);
+    bytes += length;
   }
   add(offset, bytes);
 }

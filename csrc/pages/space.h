@@ -1,11 +1,10 @@
-// Space: which bytes of an arena are free. Runs of any length are taken from one of its two ends
-// and given back; neighbours join at once. A run comes from the outermost span that holds it, so
-// runs of two lengths that are taken from two ends stay apart, and the middle stays whole for
-// either.
+// Space: which bytes of an arena are free. Runs of any length are taken near one of its two ends
+// and given back; neighbours join at once. Best fit: a run comes from the shortest span that holds
+// it (the outermost of equal ones), so short runs fill what other short runs have begun and leave
+// the places of long runs whole.
 //
 // Invariants: free spans never touch or overlap; what was given minus what was taken is free.
-// Costs: logarithmic, plus a look at each span too short on the way from the end; a length that no
-// span holds is refused at once. Thread rules: none, the pool locks. Units: bytes, multiples of
+// Costs: logarithmic. Thread rules: none, the pool locks. Units: bytes, multiples of
 // kFrameAlignBytes.
 #pragma once
 
@@ -14,6 +13,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <utility>
 
 namespace kvcore::pages {
 
@@ -34,15 +34,14 @@ class Space {
   std::int64_t num_spans() const noexcept { return static_cast<std::int64_t>(spans_.size()); }
 
  private:
-  using Spans = std::map<std::int64_t, std::int64_t>;  // offset -> bytes
   void add(std::int64_t offset, std::int64_t bytes);
-  void remove(Spans::iterator span);
+  void remove(std::int64_t offset, std::int64_t bytes);
   void count(std::int64_t bytes, std::int64_t by);
 
   const std::array<std::int64_t, 2> counted_;
   std::array<std::int64_t, 2> fits_{};
-  Spans spans_;
-  std::multiset<std::int64_t> lengths_;
+  std::map<std::int64_t, std::int64_t> spans_;                // offset -> bytes
+  std::set<std::pair<std::int64_t, std::int64_t>> by_bytes_;  // (bytes, offset)
   std::int64_t free_bytes_ = 0;
 };
 

@@ -58,7 +58,9 @@ class Sealer:
         self.sealed = self.refused = 0
         self._queue: deque[tuple[int, int]] = deque()
 
-    def __len__(self) -> int:
+    @property
+    def waiting(self) -> int:
+        """Pages queued, those that :meth:`run` will pass over among them."""
         return len(self._queue)
 
     def add(self, pages: Iterable[int]) -> None:

@@ -99,6 +99,11 @@ class WorkerConfig:
 
     page_size: int = _opt(64, "tokens per page", choices=("16", "32", "64", "128"))
     kv_bytes: int = _opt(2**30, "memory for KV pages, e.g. 512Mi or 2Gi", low=2**20, size=True)
+    kv_profile: str = _opt(
+        "exact",
+        "how decode and mono workers keep KV: exact, or compressed as balanced or small",
+        choices=("exact", "balanced", "small"),
+    )
     dtype: str = _opt("bfloat16", "weights and KV", choices=("bfloat16", "float32"))
     threads: int = _opt(1, "compute threads of each worker", low=1, high=1024)
     transport: str = _opt("shm", "how KV moves between workers", choices=("shm", "tcp"))

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 import transformers
 from kvcore import kernels
-from kvcore.pages import PageSpec, Pool
+from kvcore.compress import profile_class
+from kvcore.pages import PageSpec, Pool, page_ids_for
 from kvcore.stream import Endpoint, LoopbackHub
 from kvcore.worker.engine import Engine
 from kvcore.worker.handoff import DecodeEngine, PrefillEngine
@@ -54,7 +55,9 @@ def request(tokens: Sequence[int], max_tokens: int = 8, **options: Any) -> Reque
     return Request(name, np.asarray(tokens, np.int32), max_tokens, **options)
 
 
-def parts(model: Any, page_size: int, frames: int) -> tuple[Any, PageMemory, Any]:
+def parts(
+    model: Any, page_size: int, frames: int, profile: str = "exact"
+) -> tuple[Any, PageMemory, Any]:
     config, own = model.config, model.page_spec(page_size)
     spec = PageSpec(  # small frames, so that a sequence has several
         config.num_layers,
@@ -64,13 +67,17 @@ def parts(model: Any, page_size: int, frames: int) -> tuple[Any, PageMemory, Any
         extent_pages=EXTENT_PAGES,
         format=own.format,
     )
-    pool = Pool(spec, frames, huge_pages=False)
+    page_class = profile_class(spec, profile)
+    page_ids = page_ids_for(page_class, frames) if page_class else 0
+    pool = Pool(spec, frames, huge_pages=False, page_ids=page_ids)
     plan = kernels.AttentionPlan(pool, config.num_q_heads, config.attention_scale)
-    return model, PageMemory(pool), plan
+    return model, PageMemory(pool, page_class=page_class), plan
 
 
-def make_mono(model: Any, page_size: int = 16, frames: int = 64, **options: Any) -> Engine:
-    return Engine(*parts(model, page_size, frames), **options)
+def make_mono(
+    model: Any, page_size: int = 16, frames: int = 64, profile: str = "exact", **options: Any
+) -> Engine:
+    return Engine(*parts(model, page_size, frames, profile), **options)
 
 
 @dataclass
@@ -109,7 +116,7 @@ def run_mono(engine: Engine, *requests: Request) -> list[Answer]:
 
 def assert_baseline(engine: Engine) -> None:
     """Nothing but the prefix cache holds pages, and without it the pool is empty."""
-    assert engine.memory.owned_frames == 0
+    assert engine.memory.owned_pages == 0
     engine.memory.tree.clear()
     until = time.monotonic() + 5
     while (stats := engine.memory.pool.stats()).free_frames < stats.num_frames:
@@ -130,6 +137,7 @@ class Pair:
         directory: Path | None = None,
         decode_endpoint: dict[str, Any] | None = None,
         prefill_endpoint: dict[str, Any] | None = None,
+        profile: str = "exact",
         **options: Any,
     ) -> None:
         hub = LoopbackHub() if link == "loopback" else None
@@ -140,7 +148,7 @@ class Pair:
             "tcp": "tcp:127.0.0.1:0",
         }[link]
         prefill = parts(model, page_size, frames)
-        decode = parts(model, page_size, decode_frames or frames)
+        decode = parts(model, page_size, decode_frames or frames, profile)
         self.sender = Endpoint(prefill[1].pool, [], key=key, hub=hub, **(prefill_endpoint or {}))
         self.receiver = Endpoint(
             decode[1].pool, [listen], key=key, hub=hub, **(decode_endpoint or {})

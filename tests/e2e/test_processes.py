@@ -78,7 +78,7 @@ class Fleet:
     async def quiet(self) -> None:
         """Until every worker reports that no sequence holds pages."""
         await self.until(lambda: all(w.running == w.waiting == 0 and w.stats for w in self.workers))
-        await self.until(lambda: all(w.stats["owned_frames"] == 0 for w in self.workers))
+        await self.until(lambda: all(w.stats["owned_pages"] == 0 for w in self.workers))
 
 
 @contextlib.asynccontextmanager

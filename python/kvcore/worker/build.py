@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from kvcore import kernels, model
+from kvcore.compress import profile_class
 from kvcore.config import WorkerConfig, WorkerLaunch, deployment_secret, read_key_file
 from kvcore.errors import InvalidArgument
-from kvcore.pages import Pool
+from kvcore.pages import Pool, page_ids_for
 from kvcore.stream import Endpoint
 from kvcore.worker.engine import Engine
 from kvcore.worker.handoff import DecodeEngine, PrefillEngine
@@ -42,8 +43,10 @@ def build_worker(
         raise InvalidArgument(
             f"kv_bytes is {config.kv_bytes}; allowed: at least one frame of {spec.frame_bytes}"
         )
-    pool = Pool(spec, num_frames)
-    memory = PageMemory(pool, deployment_secret())
+    page_class = None if launch.role == "prefill" else profile_class(spec, config.kv_profile)
+    page_ids = page_ids_for(page_class, num_frames) if page_class else 0
+    pool = Pool(spec, num_frames, page_ids=page_ids)
+    memory = PageMemory(pool, deployment_secret(), page_class)
     threads = kernels.ThreadPool(config.threads, list(launch.cpus) or None)
     plan = kernels.AttentionPlan(
         pool, loaded.config.num_q_heads, loaded.config.attention_scale, threads
@@ -57,7 +60,7 @@ def build_worker(
         "model_epoch": loaded.epoch,
         "page_spec": spec.describe(),
         "max_context": min(loaded.config.max_position, memory.capacity_tokens),
-        "num_frames": num_frames,
+        "num_frames": memory.num_frames,
     }
     if launch.role == "mono":
         return Engine(loaded, memory, plan, **options), about

@@ -84,8 +84,7 @@ class Engine:
         num_prompt = int(request.tokens.size)
         if num_prompt > capacity:
             raise OutOfPages(
-                f"tokens has {num_prompt} entries; the pool of {self.memory.num_frames} frames"
-                f" holds {capacity} tokens in all"
+                f"tokens has {num_prompt} entries; the pool holds {capacity} tokens in all"
             )
         # The last token generated needs no KV: one more than the pool holds may come out.
         max_total = min(num_prompt + request.max_tokens, self.max_context, capacity + 1)
@@ -115,6 +114,7 @@ class Engine:
         """The rows of the next batch; what this brings about should be told before computing."""
         self.poll()
         self._check_deadlines()
+        self.memory.compress(decoding=bool(self.scheduler.running))
         rows = self.scheduler.schedule()
         for seq in self.scheduler.take_admitted():
             try:
@@ -148,8 +148,12 @@ class Engine:
             "waiting": len(self.scheduler.waiting),
             "waiting_tokens": self.scheduler.waiting_tokens,
             "free_frames": pool.free_frames,
-            "num_frames": pool.num_frames,
-            "owned_frames": self.memory.owned_frames,
+            "num_frames": self.memory.num_frames,
+            "owned_pages": self.memory.owned_pages,
+            "free_bytes": pool.free_bytes,
+            "open_bytes": pool.open_bytes,
+            "compressed_bytes": pool.compressed_bytes,
+            "compressed_pages": sum(self.memory.pool.class_pages()[1:]),
             "preemptions": self.scheduler.preemptions,
         }
         return {name: float(value) for name, value in (gauges | self.counters).items()}
@@ -198,6 +202,8 @@ class Engine:
         self.counters["recomputed_tokens"] += seq.recomputed_tokens - before[1]
         if seq.num_computed <= seq.num_prompt:
             self.memory.publish(seq)
+        if row.samples:  # no prompt chunk will read its pages any more
+            self.memory.fill(seq)
 
     def _accept(self, seq: Sequence, chosen: Sampled) -> None:
         """Appends a generated token, tells it, and ends the request when it is the last."""

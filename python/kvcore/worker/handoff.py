@@ -102,6 +102,7 @@ class DecodeEngine(_StreamEngine):
         self.scheduler.received(seq)
         seq.num_computed = seq.computed_mark = seq.num_prompt
         self.memory.publish(seq)
+        self.memory.fill(seq)
         self._accept(seq, token)
 
     def _ended(self, seq: Sequence) -> None:

@@ -1,12 +1,13 @@
-"""Pages of sequences: prefix match, growth by frames with eviction, publishing, release.
+"""Pages of sequences: prefix match, growth with sealing and eviction, publishing, release.
 
-Joins the pool (who owns what) and the radix tree (who can find what). Not thread-safe: one engine
-owns it.
+Joins the pool (who owns what), the radix tree (who can find what) and the queue of pages to be
+compressed. Not thread-safe: one engine owns it.
 """
 
 from __future__ import annotations
 
-from kvcore.pages import Pool
+from kvcore.compress import Sealer
+from kvcore.pages import PageClass, Pool, page_ids_for
 from kvcore.prefix import PrefixEvents, RadixTree
 from kvcore.worker.request import Sequence
 
@@ -15,20 +16,26 @@ class PageMemory:
     """The pages of one engine's sequences.
 
     ``secret`` names what the tree holds by page keys, so that a router can be told; None does not.
-    Sequences without a namespace share nothing.
+    Sequences without a namespace share nothing. With a ``page_class``, full pages but a sequence's
+    first are sealed into it once its prompt is computed; pages come and go one by one then, without
+    it by frames.
     """
 
-    def __init__(self, pool: Pool, secret: bytes | None = None) -> None:
+    def __init__(
+        self, pool: Pool, secret: bytes | None = None, page_class: PageClass | None = None
+    ) -> None:
         self.pool = pool
         self.tree = RadixTree(pool, secret)
+        self.sealer = Sealer(pool, page_class) if page_class else None
         self.page_size: int = pool.spec.page_size
-        self.extent_pages: int = pool.spec.extent_pages
+        self.unit_pages: int = 1 if page_class else pool.spec.extent_pages
         self.num_frames: int = pool.stats().num_frames
-        self.owned_frames = 0
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self.num_frames * self.extent_pages * self.page_size
+        # Of one sequence, none of its pages sealed: what is preempted must fit again.
+        self.capacity_tokens: int = pool.free_pages(self.unit_pages) * self.page_size
+        self.owned_pages = 0  # of live sequences, shared ones once for each
+        self._sealing = False  # the queue got shorter and is not empty
+        if page_class:
+            self.num_frames = page_ids_for(page_class, self.num_frames) // pool.spec.extent_pages
 
     @property
     def settled(self) -> bool:
@@ -38,34 +45,57 @@ class PageMemory:
     def match(self, seq: Sequence) -> None:
         """Pins the longest cached prefix and gives it to ``seq``, which must hold nothing."""
         found = self.tree.match(seq.request.namespace or None, seq.token_ids[: seq.num_tokens])
-        seq.hold(found.pages)
+        self._hold(seq, found.pages)
         seq.num_computed = found.num_tokens
         seq.num_published = seq.num_pages
         seq.computed_mark = max(seq.computed_mark, seq.num_computed)
 
-    def grow(self, seq: Sequence, num_tokens: int, spare_frames: int = 0) -> bool:
-        """Allocates frames until ``seq`` has room for ``num_tokens``, evicting as needed.
+    def _hold(self, seq: Sequence, pages: list[int]) -> None:
+        seq.hold(pages)
+        self.owned_pages += len(pages)
 
-        ``spare_frames`` more must stay free. False, with nothing allocated, when there is no room.
+    def grow(self, seq: Sequence, num_tokens: int, spare_units: int = 0) -> bool:
+        """Allocates pages until ``seq`` has room for ``num_tokens``; seals and evicts as needed.
+
+        ``spare_units`` (of ``unit_pages``) more must stay free. False, with nothing allocated, when
+        there is no room.
         """
         missing = num_tokens - seq.capacity_tokens
         if missing <= 0:
             return True
-        frames = -(-missing // (self.extent_pages * self.page_size))
-        if not self._make_room(frames + spare_frames):
+        units = -(-missing // (self.unit_pages * self.page_size))
+        if not self._make_room((units + spare_units) * self.unit_pages, patient=spare_units > 0):
             return False
-        seq.hold(self.pool.alloc(frames * self.extent_pages))
-        seq.num_frames += frames
-        self.owned_frames += frames
+        self._hold(seq, self.pool.alloc(units * self.unit_pages, self.unit_pages))
         return True
 
-    def _make_room(self, frames: int) -> bool:
-        if frames > self.num_frames - self.owned_frames:
-            return False  # whatever is evicted, live sequences hold the rest
-        while (free := self.pool.stats().free_frames) < frames:
-            if not self.tree.evict((frames - free) * self.extent_pages):
+    def _make_room(self, pages: int, patient: bool) -> bool:
+        """``patient``: others decode, and may do so while the queue is sealed step by step."""
+        hopeless = None
+        while (short := pages - self.pool.free_pages(self.unit_pages)) > 0:
+            if patient and self._sealing:
+                return False
+            if self.sealer and self.sealer.run(short):
+                continue
+            if hopeless is None:  # whatever is evicted, live sequences may hold the rest
+                can_be_free = self.pool.stats().free_bytes + self.tree.freeable_bytes()
+                hopeless = pages * self.pool.spec.page_bytes > can_be_free
+            if hopeless or not self.tree.evict(short):
                 return False
         return True
+
+    def fill(self, seq: Sequence) -> None:
+        """Queues the full pages of ``seq`` for sealing, its first one excepted."""
+        whole = seq.num_computed // self.page_size
+        if self.sealer and whole > seq.num_filled:
+            self.sealer.add(seq.pages[max(seq.num_filled, 1) : whole].tolist())
+            seq.num_filled = whole
+
+    def compress(self, decoding: bool) -> None:
+        """Seals a part of the queue, between two steps; a small one while sequences decode."""
+        if self.sealer:
+            sealed = self.sealer.run(self.sealer.step_pages * (1 if decoding else 8))
+            self._sealing = sealed > 0 and self.sealer.waiting > 0
 
     def publish(self, seq: Sequence) -> None:
         """Makes the whole computed pages of ``seq`` findable."""
@@ -79,8 +109,8 @@ class PageMemory:
         """Gives back every page ``seq`` holds, exactly once; findable pages stay with the tree."""
         if seq.num_pages:
             self.pool.decref(seq.pages[: seq.num_pages].tolist())
-        self.owned_frames -= seq.num_frames
-        seq.num_pages = seq.num_frames = seq.num_computed = seq.num_published = 0
+        self.owned_pages -= seq.num_pages
+        seq.num_pages = seq.num_computed = seq.num_published = seq.num_filled = 0
 
     def drain_events(self) -> PrefixEvents:
         """Keys stored and removed since the last call, or a snapshot marked ``lost``."""

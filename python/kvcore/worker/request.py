@@ -105,7 +105,7 @@ class Sequence:
     num_computed: int = 0
     num_published: int = 0
     num_pages: int = 0
-    num_frames: int = 0
+    num_filled: int = 0
     computed_mark: int = 0
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0

@@ -1,7 +1,7 @@
 """Which rows the next step computes: continuous batching with chunked prefill, first in, first out.
 
 Pure: no clock, thread or tensor. Decode rows always run; prompts are cut into chunks that share a
-token budget with them. A sequence gets pages for all its tokens on admission and grows by frames;
+token budget with them. A sequence gets pages for all its tokens on admission and grows by units;
 when pages run out, the latest admitted sequence is put back in front of the queue and recomputed.
 """
 

@@ -21,12 +21,20 @@ TEST(Space, OpenRunsComeFromTheLowEndOthersFromTheHighOne) {
   EXPECT_EQ(space.take(4 * kUnit, End::kLow), kUnit);
   EXPECT_EQ(space.take(kUnit, End::kHigh), 10 * kUnit);
   EXPECT_EQ(space.take(kUnit, End::kHigh), 9 * kUnit);
-  space.give(10 * kUnit, kUnit);  // the outer hole is filled before the middle is cut further
+  space.give(10 * kUnit, kUnit);  // the hole is filled before the long span is cut further
   EXPECT_EQ(space.take(kUnit, End::kHigh), 10 * kUnit);
   EXPECT_FALSE(space.take(5 * kUnit, End::kLow).has_value());
   EXPECT_EQ(space.take(4 * kUnit, End::kLow), 5 * kUnit);
   EXPECT_EQ(space.free_bytes(), 0);
   EXPECT_EQ(space.num_spans(), 0);
+}
+
+TEST(Space, ShortRunsFillOneHoleBeforeTheNext) {
+  Space space({4 * kUnit, kUnit});
+  for (std::int64_t hole = 0; hole < 5; ++hole) space.give(hole * 5 * kUnit, 4 * kUnit);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(space.take(kUnit, End::kHigh), (23 - i) * kUnit);
+  EXPECT_EQ(space.fits(0), 4);
+  EXPECT_EQ(space.take(4 * kUnit, End::kLow), 0);
 }
 
 TEST(Space, NothingOverlapsAndNothingIsLost) {

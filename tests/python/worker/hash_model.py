@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from kvcore.pages import PageSpec, Pool
+from kvcore.compress import profile_class
+from kvcore.pages import PageSpec, Pool, page_ids_for
 from kvcore.worker.memory import PageMemory
 from kvcore.worker.request import Output, Request
 from kvcore.worker.sampling import sample
@@ -91,10 +92,16 @@ def rig(
     extent: int = 2,
     max_position: int = 512,
     secret: bytes | None = None,
+    profile: str = "",
 ) -> Rig:
-    spec = PageSpec(1, 1, 32, page_size=page_size, extent_pages=extent, format="f32")
-    pool = Pool(spec, num_frames, huge_pages=False)
-    return Rig(pool, PageMemory(pool, secret), HashPlan(pool), HashModel(max_position))
+    """``profile``: "" takes small float32 pages, a KV profile bf16 pages as models have them."""
+    heads, dim, fmt = (8, 128, "bf16") if profile else (1, 32, "f32")
+    spec = PageSpec(1, heads, dim, page_size=page_size, extent_pages=extent, format=fmt)
+    page_class = profile_class(spec, profile or "exact")
+    page_ids = page_ids_for(page_class, num_frames) if page_class else 0
+    pool = Pool(spec, num_frames, huge_pages=False, page_ids=page_ids)
+    memory = PageMemory(pool, secret, page_class)
+    return Rig(pool, memory, HashPlan(pool), HashModel(max_position))
 
 
 def expected(prompt: list[int], count: int, **options) -> list[int]:

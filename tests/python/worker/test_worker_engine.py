@@ -23,7 +23,7 @@ def prompt_of(rng: np.random.Generator, size: int) -> list[int]:
 
 def assert_baseline(parts) -> None:
     """Nothing but the tree holds pages, and without it the pool is empty."""
-    assert parts.memory.owned_frames == 0
+    assert parts.memory.owned_pages == 0
     parts.memory.tree.clear()
     stats = parts.pool.stats()
     assert (stats.held_pages, stats.io_pages) == (0, 0)

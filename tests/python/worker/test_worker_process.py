@@ -71,7 +71,7 @@ async def running(tmp_path, parts, role: str = "mono"):
         worker.stop()
         assert await asyncio.wait_for(task, 15) == 0
         await router.server.close()
-        assert parts.memory.owned_frames == 0
+        assert parts.memory.owned_pages == 0
 
 
 def scenario(test):
@@ -155,7 +155,7 @@ async def test_a_lost_router_frees_everything_and_a_new_one_is_greeted(tmp_path)
         assert [kind for kind, _ in seen] == ["prefix_events"]  # nothing of the old request
         assert sorted(seen[0][1]["stored"]) == sorted(keys_of(range(64)))
         assert seen[0][1]["snapshot"] == 1
-        assert parts.memory.owned_frames == 0 and not worker.engine_loop.busy
+        assert parts.memory.owned_pages == 0 and not worker.engine_loop.busy
         await link.send("generate", fields_of(1, [7, 8], 3))
         assert (await until(link, "finished"))[-1][1]["completion_tokens"] == 3
         await again.server.close()
