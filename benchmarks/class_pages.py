@@ -11,7 +11,7 @@ from kvcore import kernels
 from workloads import Heads
 
 FORMATS = {"bf16": 2, "fp8": 3, "int8": 4, "k4": 5, "v4": 6, "v3": 7}
-HEADER, HUGE = 64, 2 << 20
+HEADER, HUGE, RUN_PAGES = 64, 2 << 20, 16
 I64, I32, U8, PTR = ctypes.c_int64, ctypes.c_int32, ctypes.c_uint8, ctypes.c_void_p
 
 
@@ -39,7 +39,7 @@ class PagesView(ctypes.Structure):
 
 
 class ClassPages:
-    """Full pages of one layer, in shuffled places on huge pages; all hold the same numbers."""
+    """Full pages of one layer, in shuffled runs on huge pages; all hold the same numbers."""
 
     def __init__(self, heads: Heads, k: str, v: str, num_pages: int, page_size: int = 64) -> None:
         self.spec = kernels.TensorSpec(1, heads.kv, heads.dim, heads.dim, page_size, "bf16")
@@ -64,7 +64,10 @@ class ClassPages:
             page[offset : offset + block.size] = block
         memory[base : base + self.page_bytes * num_pages].reshape(num_pages, -1)[:] = page
         records = np.zeros((num_pages, 2), np.int64)  # offset; class 0, index 0
-        records[:, 0] = rng.permutation(num_pages) * self.page_bytes
+        runs = np.arange(num_pages)  # pages of a sequence lie in runs, runs anywhere
+        whole = num_pages // RUN_PAGES * RUN_PAGES
+        runs[:whole] = rng.permutation(runs[:whole].reshape(-1, RUN_PAGES)).reshape(-1)
+        records[:, 0] = runs * self.page_bytes
         layer = LayerView(0, self.page_bytes, ctypes.addressof(head_blocks))
         view_class = ClassView(ctypes.addressof(layer), 1, 1)
         self._view = PagesView(

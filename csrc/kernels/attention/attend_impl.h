@@ -153,12 +153,13 @@ void attend_unit(const AttendUnit& whole) {
             rows_from(u.partials, u.partial_row + (segment - u.segment0) * u.partial_rows, dv);
       clear_segment(scratch, rows, dv);
       no_rotated(u);
+      g.any_rotated = false;
     }
     walk.advance(u);
     if (walk.more()) look_ahead(u, walk, steps[1 - i]);
     run_step(u, steps[i], g);
     if (walk.more() && walk.page / kSegmentTokens == segment) continue;
-    turn_back(u);
+    if (g.any_rotated) turn_back(u);
     sum_lanes(scratch, rows);
     if (!partial) fold(scratch, 0, scratch.segment, rows, dv);
   }

@@ -9,7 +9,6 @@
 //
 #include "kernels/simd/elements.h"
 //
-#include "kernels/formats/k4_impl.h"
 #include "kernels/formats/rotated_impl.h"
 //
 #include "kernels/attention/attend_impl.h"

@@ -73,63 +73,111 @@ inline void load_channels(const AttendUnit& u, const Piece& p, PieceChannels& to
       store(to.centre + d, load_bf16(p.k + at.mean + 2 * d));
     return;
   }
-  const K4Grids grids = get_grids(p.k + at.grid);
+  // e4m3 in the place of a float's exponent is 2^-120 of its value.
+  const F scale = set1(f16_at(p.k + at.grid) * 0x1p120f), minimum = set1(f16_at(p.k + at.grid + 2));
   for (std::int32_t d = 0; d < dk; d += kW) {
-    const F s = mul(from_e4m3(load_u8(p.k + at.scale + d)), set1(grids.scale));
-    const F z = mul(to_float(load_s8(p.k + at.minimum + d)), set1(grids.minimum));
+    const F s = mul(as_float(load_u8(p.k + at.scale + d) << 20), scale);
+    const F z = mul(to_float(load_s8(p.k + at.minimum + d)), minimum);
     store(to.centre + d, fma(s, set1(8.f), z));
     store(to.step + d, s);
   }
 }
 
-inline void load_channels(const AttendUnit& u, const Step& step, CodeStep& to) {
+[[gnu::noinline]] void load_channels(const AttendUnit& u, const Step& step, CodeStep& to) {
   for (int i = 0; i < step.num_pieces; ++i)
     if (step.pieces[i].k_way == Way::kCodes) load_channels(u, step.pieces[i], to.channels[i]);
 }
 
+// `top` of each row (lane) over `largest`, 0 for rows that are as good as 0.
+inline F inverse_of(F largest, float top) {
+  const Int visible = largest >= set1(kVisible);
+  return as_float(as_int(set1(top) / largest) & visible);
+}
+
+// Calls fn.operator()<rows>().
+template <int Limit = kMaxRows, class Fn>
+inline void by_rows(int rows, Fn fn) {
+  if constexpr (Limit == 1)
+    fn.template operator()<1>();
+  else if (rows == Limit)
+    fn.template operator()<Limit>();
+  else
+    by_rows<Limit - 1>(rows, fn);
+}
+
 // q . k = q . (z + 8 s) + (q s) . (code - 8).
-inline void load_k4_query(const float* q, std::int32_t dk, const PieceChannels& channels, int m,
-                          CodeRows& to) {
-  F top = set1(0.f);
-  for (std::int32_t d = 0; d < dk; d += kW)
-    top = vmax(top, vabs(mul(load(q + d), load(channels.step + d))));
-  const float largest = hmax(top);
-  const F inverse = set1(largest < kVisible ? 0.f : kTopQuery / largest);
-  F sum = set1(0.f), dot = set1(0.f);
+template <int M>
+void load_k4_queries(const float* q, std::int32_t dk, const PieceChannels& channels, CodeRows& to) {
+  F top[M], dot[M], sums[M];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) top[m] = dot[m] = set1(0.f);
   for (std::int32_t d = 0; d < dk; d += kW) {
-    const F x = load(q + d);
-    const Int code = round_int(mul(mul(x, load(channels.step + d)), inverse));
-    store_u8(to.q[m] + d, code);
-    sum = add(sum, to_float(code));
-    dot = fma(x, load(channels.centre + d), dot);
+    const F step = load(channels.step + d), centre = load(channels.centre + d);
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+      const F x = load(q + m * dk + d);
+      top[m] = vmax(top[m], vabs(mul(x, step)));
+      dot[m] = fma(x, centre, dot[m]);
+    }
   }
-  to.q_factor[m] = largest * (1.f / kTopQuery);
-  to.q_bias[m] = -8 * static_cast<std::int32_t>(hsum(sum));
-  to.q_offset[m] = hsum(dot);
+  const F largest = reduce_rows<Greater>(top);
+  alignas(64) float inverse[kMaxLanes];
+  store(inverse, inverse_of(largest, kTopQuery));
+  store(to.q_factor, mul(largest, set1(1.f / kTopQuery)));
+  store(to.q_offset, reduce_rows<Plus>(dot));
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+    Int sum = set1_int(0), code[4];
+    std::int32_t d = 0;
+    const auto code_at = [&](std::int32_t i) {
+      const F x = mul(load(q + m * dk + i), load(channels.step + i));
+      const Int c = round_int(mul(x, set1(inverse[m])));
+      sum += c;
+      return c;
+    };
+    for (; d + 4 * kW <= dk; d += 4 * kW) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) code[i] = code_at(d + i * kW);
+      store_bytes<true>(to.q[m] + d, code);
+    }
+    for (; d < dk; d += kW) store_u8(to.q[m] + d, code_at(d));
+    sums[m] = to_float(sum);
+  }
+  store_int(to.q_bias, round_int(mul(reduce_rows<Plus>(sums), set1(-8.f))));
 }
 
 // q . k = q . mean + token scale * (q . code).
-inline void load_int8_query(const AttendUnit& u, std::int64_t row, const PieceChannels& channels,
-                            int m, CodeRows& to) {
+template <int M>
+void load_int8_queries(const AttendUnit& u, std::int64_t row, const PieceChannels& channels,
+                       CodeRows& to) {
   const std::int32_t dk = u.pages->head_dim_k;
   const float* q = u.scratch->q_floats + row * dk;
-  F dot = set1(0.f);
-  for (std::int32_t d = 0; d < dk; d += kW) dot = fma(load(q + d), load(channels.centre + d), dot);
-  to.q_factor[m] = u.scratch->q_factor[row];
-  to.q_bias[m] = u.scratch->q_bias[row];
-  to.q_offset[m] = hsum(dot);
+  F dot[M];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) dot[m] = set1(0.f);
+  for (std::int32_t d = 0; d < dk; d += kW) {
+    const F centre = load(channels.centre + d);
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) dot[m] = fma(load(q + m * dk + d), centre, dot[m]);
+  }
+  store(to.q_offset, reduce_rows<Plus>(dot));
+  for (int m = 0; m < M; ++m) {
+    to.q_factor[m] = u.scratch->q_factor[row + m];
+    to.q_bias[m] = u.scratch->q_bias[row + m];
+  }
 }
 
-inline void code_scores_of(const AttendUnit& u, const Piece& p, const PieceChannels& channels,
-                           std::int64_t row, int rows, int lanes16, CodeTile t, CodeRows& r) {
+[[gnu::noinline]] void code_scores_of(const AttendUnit& u, const Piece& p,
+                                      const PieceChannels& channels, std::int64_t row, int rows,
+                                      int lanes16, CodeTile t, CodeRows& r) {
   const std::int32_t dk = u.pages->head_dim_k;
   const bool k4 = p.k_format == Format::kK4;
-  for (int m = 0; m < rows; ++m) {
+  by_rows(rows, [&]<int M>() {
     if (k4)
-      load_k4_query(u.scratch->q_floats + (row + m) * dk, dk, channels, m, r);
+      load_k4_queries<M>(u.scratch->q_floats + row * dk, dk, channels, r);
     else
-      load_int8_query(u, row + m, channels, m, r);
-  }
+      load_int8_queries<M>(u, row, channels, r);
+  });
   const std::int64_t page = u.pages->page_size;
   const BlockArrays at = block_arrays(p.k_format, Part::kK, page, dk);
   t.k = k4 ? dk / 8 : dk / 4;
@@ -152,7 +200,7 @@ inline void code_scores_of(const AttendUnit& u, const Piece& p, const PieceChann
 // --- probabilities -----------------------------------------------------------------------------
 
 // The scales of V's codes, token by token. Not before they are needed: V lies behind K.
-inline void load_token_scales(const AttendUnit& u, const Step& step, CodeStep& to) {
+[[gnu::noinline]] void load_token_scales(const AttendUnit& u, const Step& step, CodeStep& to) {
   const std::int32_t dv = u.pages->head_dim_v;
   for (int j = 0; j < kStepTokens; j += kW) store(to.v_scale + j, set1(0.f));
   for (int i = 0; i < step.num_pieces; ++i) {
@@ -164,27 +212,46 @@ inline void load_token_scales(const AttendUnit& u, const Step& step, CodeStep& t
   }
 }
 
-// A row's probabilities, each times the scale of its token, as bytes on one scale of the step.
-inline void load_code_weights(const F (&p)[kStepTokens / kW], const CodeStep& step, int m,
-                              CodeRows& to) {
-  F w[kStepTokens / kW], top = set1(0.f);
+// The rows' probabilities, each times the scale of its token, as bytes on one scale of the step.
+template <int M>
+void load_code_weights(const float (&p)[kMaxRows][kStepTokens], const CodeStep& step,
+                       CodeRows& to) {
+  constexpr int kVecs = kStepTokens / kW;
+  const auto weight = [&](int m, int j) {
+    return mul(load(&p[m][j * kW]), load(step.v_scale + j * kW));
+  };
+  F top[M];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+    top[m] = weight(m, 0);
 #pragma GCC unroll 16
-  for (int j = 0; j < kStepTokens / kW; ++j) {
-    w[j] = mul(p[j], load(step.v_scale + j * kW));
-    top = vmax(top, w[j]);
+    for (int j = 1; j < kVecs; ++j) top[m] = vmax(top[m], weight(m, j));
   }
-  const float largest = hmax(top);
-  const F inverse = set1(largest < kVisible ? 0.f : static_cast<float>(kTopByte) / largest);
-#pragma GCC unroll 16
-  for (int j = 0; j < kStepTokens / kW; ++j)
-    store_u8(to.p[m] + j * kW, round_int(mul(w[j], inverse)));
-  to.p_factor[m] = largest < kVisible ? 0.f : largest * (1.f / static_cast<float>(kTopByte));
+  const F largest = reduce_rows<Greater>(top);
+  alignas(64) float inverse[kMaxLanes];
+  store(inverse, inverse_of(largest, static_cast<float>(kTopByte)));
+  store(to.p_factor, mul(largest, set1(1.f / static_cast<float>(kTopByte))));
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; j += 4) {
+      Int code[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) code[i] = round_int(mul(weight(m, j + i), set1(inverse[m])));
+      store_bytes<false>(to.p[m] + j * kW, code);
+    }
+}
+
+[[gnu::noinline]] void load_code_weights(const float (&p)[kMaxRows][kStepTokens], int rows,
+                                         const CodeStep& step, CodeRows& to) {
+  by_rows(rows, [&]<int M>() { load_code_weights<M>(p, step, to); });
 }
 
 // c[M rows][Dv] = alpha * c + p . V over the piece's first `tokens` tokens; those behind have
 // probability 0 and add 0.
-inline void code_values_of(const AttendUnit& u, const Piece& p, int rows, std::int64_t tokens,
-                           float* c, const float* alpha, const CodeRows& r) {
+[[gnu::noinline]] void code_values_of(const AttendUnit& u, const Piece& p, int rows,
+                                      std::int64_t tokens, float* c, const float* alpha,
+                                      const CodeRows& r) {
   const std::int32_t dv = u.pages->head_dim_v;
   const std::int64_t page = u.pages->page_size;
   const BlockArrays at = block_arrays(p.v_format, Part::kV, page, dv);

@@ -37,6 +37,7 @@ struct Step {
   std::int64_t start;  // absolute token
   int num_pieces;
   bool p_pairs, p_floats;  // forms of p the pieces' V formats ask for
+  bool plain;              // all pieces are numbers, read where they lie
   bool in_place;           // all pieces are read where they lie
   bool k_codes, v_codes;   // some piece's K or V is multiplied as integers
 };
@@ -74,9 +75,10 @@ inline bool read_in_place(Way way) { return way == Way::kInPlace || way == Way::
 // and then a V block of each; of a page of 128 tokens first one half and then the other. When few
 // rows share the bytes, the jumps cost more than the arithmetic, so the next run is fetched beside
 // this one.
-inline void reach(const AttendUnit& u, const LayerView& layer, std::int32_t h, Piece& p) {
+[[gnu::noinline]] void reach(const AttendUnit& u, const LayerView& layer, std::int32_t h,
+                             Piece& p) {
   const std::int64_t page = u.pages->page_size;
-  if (page == kStepTokens || (u.t1 - u.t0) * u.group > kMaxRows) return;
+  if ((u.t1 - u.t0) * u.group > kMaxRows) return;
   const HeadBlock& head = layer.heads[h];
   const std::int64_t end =
       h + 1 < u.pages->num_kv_heads ? layer.heads[h + 1].k_offset_bytes : layer.slice_bytes;
@@ -101,7 +103,7 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
   step.start = start;
   step.num_pieces = 0;
   step.p_pairs = step.p_floats = step.k_codes = step.v_codes = false;
-  step.in_place = true;
+  step.plain = step.in_place = true;
   const std::int64_t tokens = at_most(u.first_visible + u.t1 - 1 - start, kStepTokens);
   for (std::int64_t i = 0; i < tokens;) {
     const std::int64_t in_page = (start + i) % page;
@@ -127,13 +129,13 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
     p.k_way = way_of(cls, p.k_format);
     p.v_way = way_of(cls, p.v_format);
     const bool in_place = read_in_place(p.k_way) && read_in_place(p.v_way);
-    if (in_place) reach(u, layer, h, p);
+    if (in_place && page != kStepTokens) reach(u, layer, h, p);
     step.in_place &= in_place;
+    step.plain &= p.k_way == Way::kInPlace && p.v_way == Way::kInPlace;
     if (p.k_way == Way::kInPlace) p.k += in_page * pv.head_dim_k * bytes_of(p.k_format);
     step.k_codes |= p.k_way == Way::kCodes;
-    (p.v_way == Way::kCodes    ? step.v_codes
-     : takes_pairs(p.v_format) ? step.p_pairs
-                               : step.p_floats) = true;
+    step.v_codes |= p.v_way == Way::kCodes;
+    (takes_pairs(p.v_format) ? step.p_pairs : step.p_floats) = true;
     i += p.count;
   }
 }

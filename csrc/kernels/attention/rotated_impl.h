@@ -48,10 +48,13 @@ inline void begin_rotated(const AttendUnit& u, std::int32_t head, std::int64_t t
   for (std::int64_t i = 0; i < n; i += kW) store(o + i, set1(0.f));
 }
 
-inline void begin_rotated(const AttendUnit& u, const Step& step) {
-  for (int i = 0; i < step.num_pieces; ++i)
-    if (is_rotated(step.pieces[i].v_format))
-      return begin_rotated(u, step.head, step.start + step.pieces[i].first);
+inline bool begin_rotated(const AttendUnit& u, const Step& step) {
+  for (int i = 0; i < step.num_pieces; ++i) {
+    if (!is_rotated(step.pieces[i].v_format)) continue;
+    begin_rotated(u, step.head, step.start + step.pieces[i].first);
+    return true;
+  }
+  return false;
 }
 
 inline void no_rotated(const AttendUnit& u) {
@@ -60,7 +63,7 @@ inline void no_rotated(const AttendUnit& u) {
 
 // Adds the rotated sums of a finished segment to the others. Rows that have not seen any are left
 // alone, so that their bits do not depend on rows that have.
-inline void turn_back(const AttendUnit& u) {
+[[gnu::noinline]] void turn_back(const AttendUnit& u) {
   const Scratch& s = *u.scratch;
   const std::int32_t dv = u.pages->head_dim_v;
   const F factor = set1(1.f / __builtin_sqrtf(static_cast<float>(hadamard_width(dv))));

@@ -16,6 +16,7 @@ struct Group {
   alignas(64) float alpha[kMaxLanes];
   alignas(64) float ones[kMaxLanes];
   alignas(64) float base[kMaxLanes];
+  bool any_rotated;  // some head has rotated sums in this segment
   CodeStep code_step;
   CodeRows codes;
 };
@@ -28,14 +29,16 @@ inline const float* first_sums(const AttendUnit& u, const Step& step, std::int64
 }
 
 // scores[m][0..n) = q . k, in the pieces' own arithmetic; lanes from n on may hold anything.
+template <bool Plain>
 inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, int rows,
                       std::int64_t n, Group& g) {
   const std::int32_t dk = u.pages->head_dim_k, dv = u.pages->head_dim_v;
   for (int i = 0; i < step.num_pieces && step.pieces[i].first < n; ++i) {
     const Piece& p = step.pieces[i];
     const int lanes16 = static_cast<int>((at_most(n - p.first, p.count) + 15) / 16);
-    const char* side = i == 0 ? reinterpret_cast<const char*>(first_sums(u, step, row)) : nullptr;
-    if (p.k_way == Way::kCodes) {
+    const float* sums = Plain ? u.scratch->segment.o + row * dv : first_sums(u, step, row);
+    const char* side = i == 0 ? reinterpret_cast<const char*>(sums) : nullptr;
+    if (!Plain && p.k_way == Way::kCodes) {
       CodeTile t{};
       t.c = &g.scores[0][p.first];
       t.c_stride = kStepTokens;
@@ -82,18 +85,16 @@ template <bool Full>
 inline void probabilities_of(const AttendUnit& u, const Step& step, std::int64_t row, int m,
                              std::int64_t n, Group& g) {
   const F scale = set1(u.scale_log2), minus_base = set1(-g.base[m]);
-  F sum = set1(0.f), p[kStepTokens / kW];
+  F sum = set1(0.f);
 #pragma GCC unroll 4
   for (int j = 0; j < kStepTokens / kW; ++j) {
     F e = set1(0.f);
     if (Full || j * kW < n) e = exp2(fma(load(&g.scores[m][j * kW]), scale, minus_base));
     if (!Full) e = first_n(static_cast<std::int32_t>(n) - j * kW, e, set1(0.f));
     sum = add(sum, e);
-    p[j] = e;
     if (step.p_pairs) store_bf16(reinterpret_cast<char*>(g.p_pairs[m]) + 2 * j * kW, e);
     if (step.p_floats) store(&g.p[m][j * kW], e);
   }
-  if (step.v_codes) load_code_weights(p, g.code_step, m, g.codes);
   float* l = u.scratch->l_lanes + row * kMaxLanes;
   store(l, fma(load(l), set1(g.alpha[m]), sum));
 }
@@ -160,6 +161,7 @@ inline void rescale(float* sums, int rows, std::int32_t dim, const float* alpha)
 
 // o = alpha * o + p . V over the step's first n tokens, reading V forward; o is the rotated sums
 // for pieces whose V is rotated.
+template <bool Plain>
 inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, int rows,
                       std::int64_t n, const Group& g) {
   const std::int32_t dv = u.pages->head_dim_v;
@@ -169,7 +171,7 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
   for (int i = 0; i < step.num_pieces && step.pieces[i].first < n; ++i) {
     const Piece& p = step.pieces[i];
     const std::int64_t tokens = at_most(n - p.first, p.count);
-    if (p.v_way == Way::kCodes) {
+    if (!Plain && p.v_way == Way::kCodes) {
       const bool turned = is_rotated(p.v_format);
       const float*& alpha = turned ? alpha_rotated : alpha_o;
       code_values_of(u, p, rows, tokens, turned ? rotated : o, alpha, g.codes);
@@ -192,7 +194,7 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
       const std::int64_t dims = at_most(dv - d, kDimBlock);
       t.b = p.v + (p.v_tokens * d + p.v_first * dims) * bytes_of(p.v_format);
       t.b_stride = dims * (p.v_format == Format::kF16 ? 2 : 4);
-      if (p.v_row_bytes != 0) {
+      if (!Plain && p.v_row_bytes != 0) {
         t.b = p.v + 4 * d;
         t.b_stride = p.v_row_bytes;
       }
@@ -200,8 +202,9 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
       run_tiles(p.v_format, rows, static_cast<int>(dims / 16), t);
     }
   }
+  if constexpr (Plain) return;
   if (alpha_o == g.alpha) rescale(o, rows, dv, g.alpha);
-  if (alpha_rotated == g.alpha && s.rotated_from[step.head - u.h0] != kNoToken)
+  if (g.any_rotated && alpha_rotated == g.alpha && s.rotated_from[step.head - u.h0] != kNoToken)
     rescale(rotated, rows, dv, g.alpha);
 }
 
@@ -210,6 +213,7 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
 constexpr int kLinesAhead = 28;
 
 // Rows [row, row + count) that see the step's first n tokens, in near-equal groups.
+template <bool Plain>
 inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, std::int64_t count,
                      std::int64_t n, Group& g) {
   const std::int64_t groups = (count + kMaxRows - 1) / kMaxRows;
@@ -217,30 +221,45 @@ inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, st
     const int rows = static_cast<int>((count + left - 1) / left);
     for (int m = 0; m < rows; ++m) __builtin_prefetch(u.scratch->l_lanes + (row + m) * kMaxLanes);
     __builtin_prefetch(u.scratch->segment.m + row);
-    scores_of(u, step, row, rows, n, g);
+    scores_of<Plain>(u, step, row, rows, n, g);
     if (left == groups) {  // the others find V in a cache
       for (int i = 0; i < kLinesAhead; ++i) __builtin_prefetch(step.pieces[0].v + 64 * i);
-      if (step.v_codes) load_token_scales(u, step, g.code_step);
+      if (!Plain && step.v_codes) load_token_scales(u, step, g.code_step);
     }
     softmax(u, step, row, rows, n, g);
-    values_of(u, step, row, rows, n, g);
+    if (!Plain && step.v_codes) load_code_weights(g.p, rows, g.code_step, g.codes);
+    values_of<Plain>(u, step, row, rows, n, g);
     row += rows;
     count -= rows;
   }
 }
 
-// One located step. Rows that see all of it go in full groups; rows of tokens inside the causal
-// edge go token by token, so that what a row cannot see is never multiplied, not even by 0.
-void run_step(const AttendUnit& u, Step& step, Group& g) {
-  if (!step.in_place) gather(u, step);
-  if (step.k_codes) load_channels(u, step, g.code_step);
-  if (step.v_codes) begin_rotated(u, step);
+// Rows that see all of the step go in full groups; rows of tokens inside the causal edge go token
+// by token, so that what a row cannot see is never multiplied, not even by 0.
+template <bool Plain>
+void run_tokens(const AttendUnit& u, const Step& step, Group& g) {
   const std::int64_t base = (step.head - u.h0) * (u.t1 - u.t0) * u.group - u.t0 * u.group;
   std::int64_t t = u.t0;
   if (u.first_visible + t <= step.start) t = step.start - u.first_visible + 1;
   for (; t < u.t1 && u.first_visible + t - step.start < kStepTokens; ++t)
-    run_rows(u, step, base + t * u.group, u.group, u.first_visible + t - step.start, g);
-  if (t < u.t1) run_rows(u, step, base + t * u.group, (u.t1 - t) * u.group, kStepTokens, g);
+    run_rows<Plain>(u, step, base + t * u.group, u.group, u.first_visible + t - step.start, g);
+  if (t < u.t1) run_rows<Plain>(u, step, base + t * u.group, (u.t1 - t) * u.group, kStepTokens, g);
+}
+
+[[gnu::noinline]] void run_mixed_step(const AttendUnit& u, Step& step, Group& g) {
+  if (!step.in_place) gather(u, step);
+  if (step.k_codes) load_channels(u, step, g.code_step);
+  if (step.v_codes) g.any_rotated |= begin_rotated(u, step);
+  run_tokens<false>(u, step, g);
+}
+
+// One located step. Plain ones, numbers that lie as the tiles read them, have functions of their
+// own.
+inline void run_step(const AttendUnit& u, Step& step, Group& g) {
+  if (step.plain && !g.any_rotated)
+    run_tokens<true>(u, step, g);
+  else
+    run_mixed_step(u, step, g);
 }
 
 }  // namespace

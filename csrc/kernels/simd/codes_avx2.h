@@ -47,5 +47,31 @@ inline F exchange(F v) {
   return _mm256_permute2f128_ps(v, v, 1);
 }
 
+inline float f16_at(const char* p) {
+  std::uint16_t h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h)));
+}
+template <bool kSigned>
+inline void store_bytes(char* p, const Int (&v)[4]) {
+  const __m256i low = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]);
+  const __m256i high = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]);
+  const __m256i all = kSigned ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(all, order));
+}
+
+struct Plus {
+  static float of(F v) { return hsum(v); }
+};
+struct Greater {
+  static float of(F v) { return hmax(v); }
+};
+template <class Op, int M>
+inline F reduce_rows(const F (&v)[M]) {
+  float x[M];
+  for (int m = 0; m < M; ++m) x[m] = Op::of(v[m]);
+  return lanes(x);
+}
 }  // namespace
 }  // namespace kvcore::kernels::KVCORE_ISA_NS

@@ -42,5 +42,51 @@ inline F exchange(F v) {
   return _mm512_shuffle_f32x4(v, v, 0x4e);
 }
 
+inline float f16_at(const char* p) {
+  std::uint16_t h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h)));
+}
+template <bool kSigned>
+inline void store_bytes(char* p, const Int (&v)[4]) {
+  const __m512i low = _mm512_packs_epi32((__m512i)v[0], (__m512i)v[1]);
+  const __m512i high = _mm512_packs_epi32((__m512i)v[2], (__m512i)v[3]);
+  const __m512i all = kSigned ? _mm512_packs_epi16(low, high) : _mm512_packus_epi16(low, high);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, all));
+}
+
+struct Plus {
+  static F of(F a, F b) { return _mm512_add_ps(a, b); }
+  static __m256 of(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
+  static __m128 of(__m128 a, __m128 b) { return _mm_add_ps(a, b); }
+};
+struct Greater {
+  static F of(F a, F b) { return _mm512_max_ps(a, b); }
+  static __m256 of(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+  static __m128 of(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
+};
+// Four vectors at once: the order inside each does not depend on the others.
+template <class Op>
+inline __m128 reduce4(F a, F b, F c, F d) {
+  const F ab = Op::of(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const F cd = Op::of(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+  const F all = Op::of(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  const __m256 half = Op::of(_mm512_castps512_ps256(all), upper(all));
+  return Op::of(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+template <class Op, int M>
+inline F reduce_rows(const F (&v)[M]) {
+  const auto at = [&](int m) { return v[m < M ? m : 0]; };
+  const __m128 first = reduce4<Op>(v[0], at(1), at(2), at(3));
+  if constexpr (M <= 4) {
+    return _mm512_zextps128_ps512(first);
+  } else {
+    const __m128 second = reduce4<Op>(v[4], at(5), at(4), at(4));
+    return _mm512_zextps256_ps512(_mm256_set_m128(second, first));
+  }
+}
 }  // namespace
 }  // namespace kvcore::kernels::KVCORE_ISA_NS

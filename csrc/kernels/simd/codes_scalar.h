@@ -6,6 +6,10 @@
 //   for look_up, whose indices are bytes 0 to 15; with two tables, bytes
 //                 whose bit is set in `bits` (one a byte of the vector) come from the other
 //   exchange      neighbours at a distance of lanes change places
+//   store_bytes   the low bytes of four vectors, one behind the other; their lanes fit a byte
+//   reduce_rows   lane m = sum (Plus) or maximum (Greater) of the lanes of v[m], in an order that
+//                 depends on neither m nor M; other lanes may hold anything
+//   f16_at        one f16 as a float
 #pragma once
 
 #include <cstdint>
@@ -51,5 +55,27 @@ inline F exchange(F v) {
   return kDistance == 1 ? F{v[1], v[0], v[3], v[2]} : F{v[2], v[3], v[0], v[1]};
 }
 
+inline float f16_at(const char* p) {
+  std::uint16_t h;
+  std::memcpy(&h, p, sizeof h);
+  return f16_to_float(h);
+}
+template <bool kSigned>
+inline void store_bytes(char* p, const Int (&v)[4]) {
+  for (int i = 0; i < 4; ++i) store_u8(p + i * kW, v[i]);
+}
+
+struct Plus {
+  static float of(F v) { return hsum(v); }
+};
+struct Greater {
+  static float of(F v) { return hmax(v); }
+};
+template <class Op, int M>
+inline F reduce_rows(const F (&v)[M]) {
+  float x[M];
+  for (int m = 0; m < M; ++m) x[m] = Op::of(v[m]);
+  return lanes(x);
+}
 }  // namespace
 }  // namespace kvcore::kernels::KVCORE_ISA_NS
