@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness import ROOT, Context, Result, commit, use_clock
 
 CASES = {
+    "accuracy": "divergence of the next token on real text over compressed pages, against its gate",
     "decode_attention": "one query row over a long context, against the linear read limit",
     "prefill_attention": "causal chunks over a long context, against the multiply-add peak",
     "encode": "pages into int8, fp8, k4, v4, v3 and back, against copying the same bytes",
@@ -46,6 +47,10 @@ def parse() -> argparse.Namespace:
         help="heads, then batch x context (decode) or chunk x context (prefill); may be repeated",
     )  # fmt: skip
     parser.add_argument("--threads", action="append", type=int, default=[], help="may be repeated")
+    parser.add_argument(
+        "--path", choices=("simulate", "kernel"), default="simulate",
+        help="accuracy: decoded numbers in bf16 pages, or attention over sealed pages",
+    )  # fmt: skip
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: without the time others took"
     )
@@ -75,6 +80,7 @@ def results(args: argparse.Namespace) -> Iterator[Result]:
         args.dtype,
         tuple(args.shape),
         tuple(args.threads),
+        args.path,
     )
     for name in args.case or CASES:
         run: Callable[[Context], Iterator[Result]] = importlib.import_module(f"cases.{name}").run

@@ -22,6 +22,7 @@ MODULES = [
     "kvcore.keys",
     "kvcore.prefix",
     "kvcore.kernels",
+    "kvcore.compress",
     "kvcore.wire",
     "kvcore.transport",
     "kvcore.stream",

@@ -1,5 +1,6 @@
 # Types of the extension module; each csrc/bindings/bind_<room>.cpp has its stub beside this file.
 from . import base as base
+from . import compress as compress
 from . import kernels as kernels
 from . import keys as keys
 from . import ops as ops
