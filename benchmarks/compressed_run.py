@@ -29,7 +29,7 @@ Table = Sequence[Sequence[tuple[str, str]]]
 
 
 def decoded(fmt: str, part: str, rows: Tensor) -> Tensor:
-    """``rows`` [..., page, dim] (contiguous), each page compressed and back; a plain name: as is."""
+    """``rows`` [..., page, dim] (contiguous), each page compressed and back; plain: as is."""
     if fmt in ("bf16", "f32"):
         return rows
     page, dim = rows.shape[-2:]
@@ -87,25 +87,18 @@ class Context(PagedRun):
 
     def over_values(self, k: Tensor, v: Tensor) -> Tensor:
         """The same over given K and V, shaped as the attributes; over the exact ones later on."""
-        self.pack(self.pages, k, v)
+        self.write(self.pages, k, v)
         try:
             return self.logits()
         finally:
-            self.pack(self.pages, self.k, self.v)
-
-    def pack(self, pages: list[int], k: Tensor, v: Tensor) -> None:
-        """Write K and V, shaped as the attributes, into open pages."""
-        for layer in range(k.shape[0]):
-            rows_k, rows_v = (x[layer].permute(1, 2, 0, 3).contiguous() for x in (k, v))
-            for i, page in enumerate(pages):
-                kernels.pack_slice(self.pool, page, layer, rows_k[i], rows_v[i])
+            self.write(self.pages, self.k, self.v)
 
     def _over_sealed(self, table: Table) -> Tensor:
         """The same by the attention kernels over pages that are sealed into the table's class."""
         if not hasattr(compress, "seal_pages"):
             raise Unsupported("--path kernel: this build does not seal pages yet")
         sealed = self.pool.alloc(len(self.pages), run_pages=1)[: len(self.pages)]
-        self.pack(sealed, self.k, self.v)
+        self.write(sealed, self.k, self.v)
         number = self.pool.add_class(PageClass(self.pool.spec, table))
         compress.seal_pages(self.pool, sealed, number)
         rest = self.table[self.length // PAGE :]

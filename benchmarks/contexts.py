@@ -12,9 +12,9 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
-from pydoc_data.topics import topics
 
 LICENCES = Path("/usr/share/common-licenses")
 SHORT, LONG, CONTINUED = 768, 4096, 96

@@ -1,8 +1,8 @@
 """What compressed pages cost in the model's own words: divergence of the next token on real text.
 
-Contexts are computed exactly, their full pages but the first are compressed, and a continuation is
-read over them, teacher-forced. KL and the paired difference of NLL are against the same continuation
-over uncompressed pages.
+Contexts are computed exactly, their full pages but the first are compressed, and a continuation
+is read over them, teacher-forced. KL and the paired difference of NLL are against the same
+continuation over uncompressed pages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from harness import Result, median, now, percentile
 from kvcore import compress, kernels, model
 from kvcore.pages import PageClass
 
-GATES = {"small": {"kl": 0.012, "dnll_upper": 0.025}, "balanced": {"kl": 0.009, "dnll_upper": 0.015}}
+GATES = {
+    "small": {"kl": 0.012, "dnll_upper": 0.025},
+    "balanced": {"kl": 0.009, "dnll_upper": 0.015},
+}
 PAIRS = (("int8", "int8"), ("int8", "v4"), ("k4", "int8"), ("k4", "v4"), ("k4", "v3"))
 COUNTS = {contexts.SHORT: (16, 4), contexts.LONG: (8, 1)}
 

@@ -34,6 +34,7 @@ __all__ = [
     "measure_pages",
     "predicted_error",
     "profile_class",
+    "round_trip",
 ]
 
 Array: TypeAlias = npt.NDArray[np.float32]
@@ -225,14 +226,13 @@ def measure_pages(k: Array, v: Array) -> PageStatistics:
     values = np.square(v).sum(axis=3).mean(axis=(1, 2))
 
     def value_error(name: str) -> Array:
-        lost = np.square(_there_and_back(name, "v", v) - v).sum(axis=3).mean(axis=(1, 2))
+        lost = np.square(round_trip(name, "v", v) - v).sum(axis=3).mean(axis=(1, 2))
         return np.asarray(lost / np.maximum(values, 1e-30), np.float32)
 
     return PageStatistics(
         key_energy=energy,
         key_error={
-            name: np.square(_there_and_back(name, "k", k) - k).mean(axis=(1, 2))
-            for name in KEY_FORMATS
+            name: np.square(round_trip(name, "k", k) - k).mean(axis=(1, 2)) for name in KEY_FORMATS
         },
         constant_share=1 - energy.mean(axis=1) / np.maximum(whole, 1e-30),
         value_energy=values,
@@ -240,8 +240,8 @@ def measure_pages(k: Array, v: Array) -> PageStatistics:
     )
 
 
-def _there_and_back(name: str, part: str, rows: Array) -> Array:
-    """``rows`` [..., page, dim], each page compressed and decoded."""
+def round_trip(name: str, part: str, rows: Array) -> Array:
+    """What a format makes of float32 ``rows`` [..., page_size, head_dim], page by page."""
     page, dim = rows.shape[-2:]
     count, step = rows.size // (page * dim), page * dim
     size = kernels.block_bytes(name, part, page, dim)

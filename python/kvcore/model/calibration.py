@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvcore import kernels
-from kvcore.compress import Statistics, measure_pages
+from kvcore.compress import KEY_FORMATS, VALUE_FORMATS, Statistics, measure_pages, round_trip
 from kvcore.errors import Corrupt, InvalidArgument
 from kvcore.model.calibration_text import TEXT
 from kvcore.model.hub import make_private_dir
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 PARTS, CONTEXT, PROBES = 3, 1024, 32  # texts; tokens of each, and of its continuation
 CHUNK, STRIDE = 512, 4  # of prefill; of the queries whose attention is looked at, divides CHUNK
 NOISE = 1.0  # of a probed layer's head outputs, over their size
+ENLARGED = 3.0  # errors of a format, where all of them are measured at once
 QUIET = 0.001  # changes nothing but roundings: what it does is taken off
 
 
@@ -107,6 +109,13 @@ class PagedRun:
                 kernels.unpack_slice(self.pool, page, layer, k[layer, i], v[layer, i])
         return k.permute(0, 3, 1, 2, 4).contiguous(), v.permute(0, 3, 1, 2, 4).contiguous()
 
+    def write(self, pages: list[int], k: Tensor, v: Tensor) -> None:
+        """Put K and V, shaped as :meth:`read` gives them, into open pages."""
+        for layer in range(k.shape[0]):
+            rows_k, rows_v = (x[layer].permute(1, 2, 0, 3).contiguous() for x in (k, v))
+            for i, page in enumerate(pages):
+                kernels.pack_slice(self.pool, page, layer, rows_k[i], rows_v[i])
+
 
 def calibrate(model: Model, page_size: int = 64) -> Statistics:
     """Run the model over the built-in text and say what formats would do to it.
@@ -145,13 +154,15 @@ def _calibrate(run: PagedRun, length: int) -> Statistics:
     for layer, (q, positions) in enumerate(queries.sampled(length // 2)):
         weights.measure(layer, q, positions)
     gain = _gains(run, exact, length)[:, None]
-    sealed = (x[:, :, 1 : length // page_size].float().flatten(0, 1).numpy() for x in (k, v))
-    return Statistics(
-        **vars(measure_pages(*sealed)),
+    sealed = [x[:, :, 1 : length // page_size] for x in (k, v)]
+    rows = [x.float().flatten(0, 1).numpy() for x in sealed]
+    found = Statistics(
+        **vars(measure_pages(*rows)),
         spec=run.pool.spec,
         key_weight=(weights.keys * gain[..., None]).flatten(0, 1).float().numpy(),
         value_weight=(weights.values * gain).flatten().float().numpy(),
     )
+    return _levelled(found, run, exact, sealed, rows)
 
 
 def _tokens(model: Model, count: int) -> np.ndarray[Any, Any]:
@@ -226,11 +237,57 @@ class AttentionWeights:
         return queries, p * ((token >= self.page) & (token < own_page)), outputs
 
 
+def _divergence(exact: Tensor, logits: Tensor) -> float:
+    """Mean KL of rows of logits, nats."""
+    p = exact.softmax(-1)
+    own = (p * exact).sum(-1) - exact.logsumexp(-1)  # sum of p log p
+    across = torch.linalg.vecdot(p, logits) - logits.logsumexp(-1)
+    return float((own - across).mean())
+
+
+def _levelled(
+    found: Statistics, run: PagedRun, exact: Tensor, sealed: list[Tensor], rows: list[Any]
+) -> Statistics:
+    """Scale the weights of K and of V so that all errors of one part add up to what they do.
+
+    Errors of keys move outputs along differences of values, which later layers notice more than
+    the noise of :func:`_gains`; so the two parts are measured once as wholes, each with the errors
+    of its least format, enlarged to stand out from roundings.
+    """
+    last = len(run.tokens)
+    length = last - PROBES
+    pages = run.table[1 : length // found.spec.page_size]
+
+    def divergence(changed: list[Tensor]) -> float:
+        run.write(pages, *changed)
+        return _divergence(exact, run.forward(length, last))
+
+    run.watch = None
+    floor = divergence([x * (1 + QUIET) for x in sealed])
+    factors = []
+    for part, name in (("k", KEY_FORMATS[0]), ("v", VALUE_FORMATS[0])):
+        which = "kv".index(part)
+        error = round_trip(name, part, rows[which]) - rows[which]
+        changed = list(sealed)
+        moved = torch.from_numpy(ENLARGED * error).view(sealed[which].shape)
+        changed[which] = (sealed[which] + moved).to(sealed[which].dtype)
+        measured = (divergence(changed) - floor) / ENLARGED**2
+        if part == "k":
+            predicted = float((found.key_weight * found.key_error[name]).sum())
+        else:
+            predicted = float((found.value_weight * found.value_error[name]).sum())
+        factors.append(min(max(measured / max(predicted, 1e-30), 0.2), 5.0))
+    log.debug("weights of keys times %.2f, of values times %.2f", *factors)
+    return replace(
+        found,
+        key_weight=found.key_weight * np.float32(factors[0]),
+        value_weight=found.value_weight * np.float32(factors[1]),
+    )
+
+
 def _gains(run: PagedRun, exact: Tensor, length: int) -> Tensor:
     """Divergence of the next token (nats) per square of a layer's head outputs, [layers]."""
     generator = torch.Generator().manual_seed(1)
-    p = exact.softmax(-1)
-    own = (p * exact).sum(-1) - exact.logsumexp(-1)  # sum of p log p
     layers = run.pool.spec.num_layers
     squares = torch.zeros(layers)
 
@@ -244,9 +301,7 @@ def _gains(run: PagedRun, exact: Tensor, length: int) -> Tensor:
                 out += noise.flatten(1).to(out.dtype)
 
         run.watch = add
-        logits = run.forward(length, length + PROBES)
-        across = torch.linalg.vecdot(p, logits) - logits.logsumexp(-1)
-        return float((own - across).mean())
+        return _divergence(exact, run.forward(length, length + PROBES))
 
     floor = divergence(0, QUIET)
     found = torch.tensor([divergence(layer, NOISE) - floor for layer in range(layers)])
