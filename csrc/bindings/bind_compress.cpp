@@ -32,9 +32,9 @@ Format format_of(const std::string& name) {
 // One number per (layer, KV head).
 const double* flat(const char* field, const Numbers& given, std::size_t heads) {
   if (given.ndim() != 1 || static_cast<std::size_t>(given.size()) != heads)
-    throw ErrorException{invalid_argument(
-        text(field, " has ", given.size(), " entries in ", given.ndim(), " dimensions: allowed ",
-             heads, " in one (layers x KV heads)"))};
+    throw ErrorException{
+        invalid_argument(text(field, " has ", given.size(), " entries in ", given.ndim(),
+                              " dimensions: allowed ", heads, " in one (layers x KV heads)"))};
   return given.data();
 }
 

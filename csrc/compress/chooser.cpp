@@ -45,8 +45,7 @@ Status check_head(const PageSpec& spec, const HeadStatistics& s, std::size_t i) 
   for (const auto& [format, error] : s.value_error)
     if (!usable(error))
       return refuse("value_error of ", pages::name_of(format), "=", error, ": allowed 0 and up");
-  if (!usable(s.value_weight))
-    return refuse("value_weight=", s.value_weight, ": allowed 0 and up");
+  if (!usable(s.value_weight)) return refuse("value_weight=", s.value_weight, ": allowed 0 and up");
   return {};
 }
 
@@ -55,10 +54,9 @@ Status check(const PageSpec& spec, std::span<const HeadStatistics> statistics) {
   const auto want =
       static_cast<std::size_t>(o.num_layers) * static_cast<std::size_t>(o.num_kv_heads);
   if (statistics.size() != want)
-    return invalid_argument(
-        text("statistics has ", statistics.size(), " entries: allowed ", want, " (layers x KV heads)"));
-  for (std::size_t i = 0; i < want; ++i)
-    KVCORE_RETURN_IF_ERROR(check_head(spec, statistics[i], i));
+    return invalid_argument(text("statistics has ", statistics.size(), " entries: allowed ", want,
+                                 " (layers x KV heads)"));
+  for (std::size_t i = 0; i < want; ++i) KVCORE_RETURN_IF_ERROR(check_head(spec, statistics[i], i));
   return {};
 }
 
@@ -70,7 +68,8 @@ double weighted(const std::vector<double>& error, const std::vector<double>& wei
 
 template <class T>
 const T* find(const std::vector<std::pair<Format, T>>& all, Format format) {
-  const auto at = std::find_if(all.begin(), all.end(), [&](const auto& e) { return e.first == format; });
+  const auto at =
+      std::find_if(all.begin(), all.end(), [&](const auto& e) { return e.first == format; });
   return at == all.end() ? nullptr : &at->second;
 }
 
@@ -102,7 +101,7 @@ struct Upgrade {
   std::size_t item;  // 2 * head + (0 K, 1 V)
   Choice to;
   std::int64_t bytes;  // more than before
-  double per_byte;  // error removed
+  double per_byte;     // error removed
 };
 
 // Formats of one item by bytes, without those that are no better than a smaller one.
@@ -152,7 +151,8 @@ Result<Plan> least_plan(const PageSpec& spec, std::span<const HeadStatistics> st
     const HeadStatistics& s = statistics[i];
     if (!error_of(s, Part::kK, profile.least.k) || !error_of(s, Part::kV, profile.least.v))
       return invalid_argument(text("statistics of entry ", i, " do not know the profile's formats ",
-                                   pages::name_of(profile.least.k), "/", pages::name_of(profile.least.v)));
+                                   pages::name_of(profile.least.k), "/",
+                                   pages::name_of(profile.least.v)));
     const auto keys = ladder(spec, s, Part::kK, profile.least.k);
     std::size_t k = 0;
     while (k + 1 < keys.size() && !carries(s, keys[k].format, profile.max_key_error)) ++k;
@@ -160,9 +160,8 @@ Result<Plan> least_plan(const PageSpec& spec, std::span<const HeadStatistics> st
     add_upgrades(2 * i, keys, k, plan.upgrades);
     add_upgrades(2 * i + 1, ladder(spec, s, Part::kV, profile.least.v), 0, plan.upgrades);
   }
-  std::stable_sort(
-      plan.upgrades.begin(), plan.upgrades.end(),
-      [](const Upgrade& a, const Upgrade& b) { return a.per_byte > b.per_byte; });
+  std::stable_sort(plan.upgrades.begin(), plan.upgrades.end(),
+                   [](const Upgrade& a, const Upgrade& b) { return a.per_byte > b.per_byte; });
   return plan;
 }
 

@@ -25,7 +25,7 @@ namespace kvcore::compress {
 // What a calibration knows of one (layer, KV head).
 struct HeadStatistics {
   std::vector<double> key_weight;  // [head_dim_k] nats per mean square error of the channel
-  std::vector<double> key_energy;    // [head_dim_k] mean square about the page's channel mean
+  std::vector<double> key_energy;  // [head_dim_k] mean square about the page's channel mean
   std::vector<std::pair<Format, std::vector<double>>> key_error;  // [head_dim_k] mean square error
   double value_weight = 0;  // nats per square error over square of the values
   std::vector<std::pair<Format, double>> value_error;  // square error over square of the values

@@ -69,10 +69,10 @@ TEST(Chooser, EqualHeadsAreServedInOrderAndTheBudgetIsKept) {
 TEST(Chooser, BytesGoWhereTheyRemoveMostError) {
   const PageSpec s = spec();
   std::vector<HeadStatistics> six(6, head(1e-3));
-  six[4] = head(50);                  // all of it matters
-  six[1].key_weight.assign(64, 20);   // its scores matter
+  six[4] = head(50);                 // all of it matters
+  six[1].key_weight.assign(64, 20);  // its scores matter
   six[1].value_weight = 0;
-  six[3].key_weight.assign(64, 0);    // nobody looks at its keys
+  six[3].key_weight.assign(64, 0);  // nobody looks at its keys
   const PageClass table = choose(s, six, profile(bytes(s, kLeast) + 7000)).value();
   EXPECT_EQ(table.formats()[4], kMost);
   EXPECT_EQ(table.formats()[1].k, Format::kInt8);
@@ -97,7 +97,8 @@ TEST(Chooser, GreedyIsNearTheBest) {
     double best = std::numeric_limits<double>::infinity();
     for (int code = 0; code < 6 * 6 * 6 * 6; ++code) {
       std::vector<HeadFormats> table;
-      for (int at = code, i = 0; i < 4; ++i, at /= 6) table.push_back({keys[at % 2], values[at % 6 / 2]});
+      for (int at = code, i = 0; i < 4; ++i, at /= 6)
+        table.push_back({keys[at % 2], values[at % 6 / 2]});
       const PageClass c = PageClass::make(s, table).value();
       if (c.page_bytes() <= budget) best = std::min(best, total(c));
     }
@@ -151,14 +152,16 @@ TEST(Chooser, RefusesByNameAndPlace) {
   };
   const double nan = std::numeric_limits<double>::quiet_NaN();
   EXPECT_NE(message([](auto& h) { h.pop_back(); }).find("5 entries: allowed 6"), std::string::npos);
-  EXPECT_NE(message([](auto& h) { h[3].key_weight.pop_back(); })
-                .find("layer 1, KV head 1: key_weight has 63 entries: allowed 64"),
+  EXPECT_NE(message([](auto& h) {
+              h[3].key_weight.pop_back();
+            }).find("layer 1, KV head 1: key_weight has 63 entries: allowed 64"),
             std::string::npos);
   EXPECT_NE(message([&](auto& h) { h[0].key_error[1].second[2] = nan; }).find("key_error of int8"),
             std::string::npos);
   EXPECT_NE(message([](auto& h) { h[2].value_error[0].second = -1; }).find("value_error of v3=-1"),
             std::string::npos);
-  EXPECT_NE(message([&](auto& h) { h[2].value_weight = nan; }).find("value_weight"), std::string::npos);
+  EXPECT_NE(message([&](auto& h) { h[2].value_weight = nan; }).find("value_weight"),
+            std::string::npos);
   EXPECT_NE(message([](auto& h) { h[1].key_error.erase(h[1].key_error.begin()); }).find("k4/v3"),
             std::string::npos);
 }
