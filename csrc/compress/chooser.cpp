@@ -104,7 +104,7 @@ struct Upgrade {
   double per_byte;     // error removed
 };
 
-// Formats of one item by bytes, without those that are no better than a smaller one.
+// The formats of one item that the statistics know, by bytes, from the least one on.
 std::vector<Choice> ladder(const PageSpec& spec, const HeadStatistics& s, Part part, Format least) {
   std::vector<Choice> all;
   const auto add = [&](Format f) {
@@ -188,6 +188,9 @@ Result<Profile> profile_of(const PageSpec& spec, std::string_view name) {
 Result<PageClass> choose(const PageSpec& spec, std::span<const HeadStatistics> statistics,
                          const Profile& profile) {
   KVCORE_RETURN_IF_ERROR(check(spec, statistics));
+  if (!usable(profile.max_key_error))
+    return invalid_argument(
+        text("max_key_error=", profile.max_key_error, ": allowed finite numbers from 0 up"));
   KVCORE_ASSIGN_OR_RETURN(Plan plan, least_plan(spec, statistics, profile));
   KVCORE_ASSIGN_OR_RETURN(const PageClass least, PageClass::make(spec, plan.table));
   std::int64_t left = profile.budget_bytes - least.page_bytes();

@@ -290,7 +290,7 @@ def drift(
     """
     now = statistics.with_pages(observed)
     error = float(predicted_error(table, now).sum())
-    best = choose(now, table.page_bytes, max_key_error=np.inf)
+    best = choose(now, table.page_bytes, max_key_error=1e30)  # the guard has its own figure
     before = float(predicted_error(table, statistics).sum())
     least = float(predicted_error(best, now).sum())
     weight = statistics.key_weight

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvcore import kernels
 from kvcore.compress import KEY_FORMATS, VALUE_FORMATS, Statistics, measure_pages, round_trip
-from kvcore.errors import Corrupt, InvalidArgument
+from kvcore.errors import Corrupt, Unsupported
 from kvcore.model.calibration_text import TEXT
 from kvcore.model.hub import make_private_dir
 from kvcore.pages import Pool
@@ -76,7 +76,12 @@ class PagedRun:
         return out
 
     def forward(
-        self, first: int, last: int, table: list[int] | None = None, kept: int | None = None
+        self,
+        first: int,
+        last: int,
+        table: list[int] | None = None,
+        kept: int | None = None,
+        logits: bool = True,
     ) -> Tensor:
         """Logits of tokens ``first`` to ``last`` over the ``kept`` tokens in pages of ``table``.
 
@@ -89,13 +94,13 @@ class PagedRun:
             np.array([table or self.table], np.int32),
         )
         positions = torch.arange(first, last)
-        return self.model.forward(self.tokens[first:last], positions, self._attend, torch.arange(n))
+        rows = torch.arange(n if logits else 0)
+        return self.model.forward(self.tokens[first:last], positions, self._attend, rows)
 
     def prefill(self, length: int) -> None:
         """Compute the first ``length`` tokens."""
         for first in range(0, length, CHUNK):
-            last = min(length, first + CHUNK)
-            self.forward(first, last)
+            self.forward(first, min(length, first + CHUNK), logits=False)
 
     def read(self, pages: list[int]) -> tuple[Tensor, Tensor]:
         """K and V of pages, [layers, KV heads, pages, page_size, head_dim]."""
@@ -121,13 +126,13 @@ def calibrate(model: Model, page_size: int = 64) -> Statistics:
     """Run the model over the built-in text and say what formats would do to it.
 
     Raises:
-        InvalidArgument: the model's positions do not hold three pages.
+        Unsupported: the model's positions do not hold three pages.
     """
     started = time.perf_counter()
     limit = (model.config.max_position - PROBES) // page_size
     length = min(CONTEXT // page_size, limit) * page_size
     if length < 3 * page_size:
-        raise InvalidArgument(
+        raise Unsupported(
             f"page_size={page_size}: a model of {model.config.max_position} positions holds no "
             "three pages and a continuation"
         )

@@ -162,6 +162,10 @@ TEST(Chooser, RefusesByNameAndPlace) {
             std::string::npos);
   EXPECT_NE(message([&](auto& h) { h[2].value_weight = nan; }).find("value_weight"),
             std::string::npos);
+  Profile unguarded = profile(bytes(s, kMost));
+  unguarded.max_key_error = nan;
+  EXPECT_EQ(choose(s, std::vector<HeadStatistics>(6, head()), unguarded).error().code,
+            ErrorCode::kInvalidArgument);
   EXPECT_NE(message([](auto& h) { h[1].key_error.erase(h[1].key_error.begin()); }).find("k4/v3"),
             std::string::npos);
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from kvcore import compress
-from kvcore.errors import InvalidArgument
+from kvcore.errors import Unsupported
 from kvcore.model import calibration, load
 from kvcore.pages import PageClass
 
@@ -81,7 +81,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(model, tmp_path):
 
 
 def test_a_model_without_room_for_three_pages_is_refused(model):
-    with pytest.raises(InvalidArgument, match="512 positions"):
+    with pytest.raises(Unsupported, match="512 positions"):
         calibration.calibrate(model, 512)
 
 
