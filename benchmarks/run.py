@@ -22,6 +22,7 @@ from harness import ROOT, Context, Result, commit, use_clock
 CASES = {
     "accuracy": "divergence of the next token on real text over compressed pages, against its gate",
     "decode_attention": "one query row over a long context, against the linear read limit",
+    "decode_format": "decoding over compressed pages, against linear read and bf16 pages",
     "prefill_attention": "causal chunks over a long context, against the multiply-add peak",
     "encode": "pages into int8, fp8, k4, v4, v3 and back, against copying the same bytes",
     "op_overhead": "a call through torch.ops.kvcore, against an operator that does nothing",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,20 +61,28 @@ class RotatingKv:
         batch: int = 1,
         threads: int = 1,
         dtype: str = "bf16",
+        pool: Any = None,
     ) -> None:
         self.heads, self.context, self.q_len, self.batch = heads, context, q_len, batch
-        spec = pages.PageSpec(1, heads.kv, heads.dim, page_size=page_size, format=dtype)
         per_sequence = -(-context // page_size)
-        frames = copies * batch * -(-per_sequence // spec.extent_pages)
-        self.pool = pages.Pool(spec, frames)
-        fill(self.pool)
+        if pool is None:
+            spec = pages.PageSpec(1, heads.kv, heads.dim, page_size=page_size, format=dtype)
+            pool = pages.Pool(spec, copies * batch * -(-per_sequence // spec.extent_pages))
+            fill(pool)
+            held = [pool.alloc(per_sequence)[:per_sequence] for _ in range(copies * batch)]
+        else:  # full pages, put together elsewhere
+            held = np.arange(copies * batch * per_sequence).reshape(copies * batch, -1)
+        self.pool = pool
         self.threads = kernels.ThreadPool(threads)
         self.plans = []
-        for _ in range(copies):
-            held = [self.pool.alloc(per_sequence)[:per_sequence] for _ in range(batch)]
+        for i in range(copies):
             plan = kernels.AttentionPlan(self.pool, heads.q, threads=self.threads)
             starts = np.arange(0, batch * q_len + 1, q_len, dtype=np.int32)
-            plan.prepare(starts, np.full(batch, context, np.int32), np.array(held, np.int32))
+            plan.prepare(
+                starts,
+                np.full(batch, context, np.int32),
+                np.array(held[i * batch : (i + 1) * batch], np.int32),
+            )
             self.plans.append(plan)
         self.q = torch.randn(batch * q_len, heads.q, heads.dim).to(DTYPES[dtype])
         self.code = kernels.DTYPE_CODES[str(self.q.dtype).rpartition(".")[2]]

@@ -1,15 +1,17 @@
-// kvcore._core.compress: the chooser; python/kvcore/compress.py is the public face.
+// kvcore._core.compress: the chooser, and sealing pages; python/kvcore/compress.py is the public face.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "base/text.h"
 #include "bindings/errors.h"
 #include "compress/chooser.h"
+#include "compress/seal.h"
 
 namespace py = pybind11;
 
@@ -97,8 +99,21 @@ void bind_chooser(py::module_& m) {
       py::arg("spec"), py::arg("profile"));
 }
 
+void bind_seal(py::module_& m) {
+  m.def(
+      "seal_pages",
+      [](pages::Pool& pool, const std::vector<std::int32_t>& pages, std::int32_t class_number) {
+        const py::gil_scoped_release release;
+        unwrap(compress::seal_pages(pool, pages, class_number));
+      },
+      py::arg("pool"), py::arg("pages"), py::arg("class_number"));
+}
+
 }  // namespace
 
-void bind_compress(py::module_ m) { bind_chooser(m); }
+void bind_compress(py::module_ m) {
+  bind_chooser(m);
+  bind_seal(m);
+}
 
 }  // namespace kvcore::bindings

@@ -124,6 +124,29 @@ FormatNames class_formats(const PageClass& c) {
   return out;
 }
 
+void check_layer(const PageSpec& spec, std::int32_t layer) {
+  const std::int32_t num_layers = spec.options().num_layers;
+  if (layer < 0 || layer >= num_layers)
+    throw ErrorException{invalid_argument(
+        text("layer=", layer, " is out of range: allowed 0 to ", num_layers - 1))};
+}
+
+std::int64_t layer_bytes(const PageClass& c, std::int32_t layer) {
+  check_layer(c.spec(), layer);
+  return c.slice_bytes(layer);
+}
+
+// Per KV head the offsets of its K and its V block from the slice's start.
+std::vector<std::pair<std::int64_t, std::int64_t>> block_offsets(const PageClass& c,
+                                                                 std::int32_t layer) {
+  check_layer(c.spec(), layer);
+  const HeadBlock* heads = c.layers(1)[static_cast<std::size_t>(layer)].heads;
+  std::vector<std::pair<std::int64_t, std::int64_t>> out;
+  for (std::int32_t head = 0; head < c.spec().options().num_kv_heads; ++head)
+    out.emplace_back(heads[head].k_offset_bytes, heads[head].v_offset_bytes);
+  return out;
+}
+
 void bind_class(py::module_& m) {
   py::class_<PageClass>(m, "PageClass")
       .def(py::init(&make_class), py::arg("spec"), py::arg("formats"))
@@ -133,6 +156,8 @@ void bind_class(py::module_& m) {
       .def_property_readonly("is_open", &PageClass::is_open)
       .def_property_readonly("page_bytes", &PageClass::page_bytes)
       .def("run_bytes", &PageClass::run_bytes, py::arg("num_pages"))
+      .def("slice_bytes", &layer_bytes, py::arg("layer"))
+      .def("block_offsets", &block_offsets, py::arg("layer"))
       .def_property_readonly("digest",
                              [](const PageClass& c) {
                                const Digest32 d = c.digest();
@@ -211,23 +236,47 @@ void write_slice(Pool& pool, std::int32_t page, std::int32_t layer, const py::ar
                             checked("v", v_rows, pool.spec(), o.head_dim_v)));
 }
 
+std::uintptr_t slice_address(const Pool& pool, std::int32_t page, std::int32_t layer) {
+  (void)unwrap(pool.place(page));  // a page of this pool
+  check_layer(pool.spec(), layer);
+  return reinterpret_cast<std::uintptr_t>(pool.slice(page, layer));
+}
+
 py::tuple stats_tuple(const Pool& pool) {
   const pages::PoolStats s = pool.stats();
   return py::make_tuple(s.num_frames, s.free_frames, s.num_pages, s.held_pages, s.io_pages,
-                        s.sealed_pages, s.arena_bytes, s.arena_huge_bytes);
+                        s.sealed_pages, s.arena_bytes, s.arena_huge_bytes, s.free_bytes,
+                        s.open_bytes, s.compressed_bytes);
 }
 
 void bind_pool(py::module_& m) {
   py::class_<Pool, std::shared_ptr<Pool>>(m, "Pool")
       .def(py::init([](const PageSpec& spec, std::int64_t num_frames, std::shared_ptr<Arena> arena,
-                       bool huge_pages) {
+                       bool huge_pages, std::int64_t page_ids) {
              py::gil_scoped_release release;
-             return unwrap(Pool::make(spec, num_frames, std::move(arena), huge_pages));
+             return unwrap(Pool::make(spec, num_frames, std::move(arena), huge_pages, page_ids));
            }),
            py::arg("spec"), py::arg("num_frames"), py::arg("arena") = py::none(),
-           py::arg("huge_pages") = true)
+           py::arg("huge_pages") = true, py::arg("page_ids") = 0)
       .def(
-          "alloc", [](Pool& p, std::int64_t n) { return unwrap(p.alloc(n)); }, py::arg("num_pages"))
+          "alloc",
+          [](Pool& p, std::int64_t n, std::int32_t run) { return unwrap(p.alloc(n, run)); },
+          py::arg("num_pages"), py::arg("run_pages") = 0)
+      .def(
+          "free_pages", [](const Pool& p, std::int32_t run) { return unwrap(p.free_pages(run)); },
+          py::arg("run_pages") = 0)
+      .def(
+          "add_class", [](Pool& p, const PageClass& c) { return unwrap(p.add_class(c)); },
+          py::arg("page_class"))
+      .def(
+          "page_class", [](const Pool& p, std::int32_t n) { return unwrap(p.page_class(n)); },
+          py::arg("class_number"))
+      .def("class_pages", &Pool::class_pages)
+      .def(
+          "class_of",
+          [](const Pool& p, std::int32_t page) { return unwrap(p.place(page)).class_number; },
+          py::arg("page"))
+      .def("slice_address", &slice_address, py::arg("page"), py::arg("layer"))
       .def(
           "incref", [](Pool& p, const PageList& l) { unwrap(p.incref(l)); }, py::arg("pages"))
       .def(

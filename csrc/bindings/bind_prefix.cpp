@@ -62,6 +62,7 @@ void bind_tree(py::module_& m) {
           "unlock", [](RadixTree& t, std::int64_t node) { unwrap(t.unlock(node)); },
           py::arg("node"))
       .def("evict", &RadixTree::evict, py::arg("num_pages"))
+      .def("freeable_bytes", &RadixTree::freeable_bytes)
       .def("clear", &RadixTree::clear)
       .def("_stats", &stats_tuple)
       .def("_drain_events",

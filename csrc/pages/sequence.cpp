@@ -1,6 +1,7 @@
 #include "pages/sequence.h"
 
 #include <algorithm>
+#include <array>
 
 #include "base/text.h"
 
@@ -51,11 +52,16 @@ Status SequencePages::truncate(std::int64_t num_tokens) {
   if (num_tokens < 0 || num_tokens > num_tokens_)
     return invalid_argument(
         text("num_tokens=", num_tokens, " is out of range: allowed 0 to ", num_tokens_));
-  const std::int32_t extent = pool_->spec().options().extent_pages;
   std::size_t keep = static_cast<std::size_t>((num_tokens + page_size() - 1) / page_size());
   // The rest of the last frame stays: giving back part of a frame frees nothing.
-  while (keep > 0 && keep < pages_.size() && pages_[keep] / extent == pages_[keep - 1] / extent)
-    ++keep;
+  if (keep > 0 && keep < pages_.size()) {
+    std::array<PageRefs, kMaxExtentPages> refs;
+    const auto extent = static_cast<std::size_t>(pool_->spec().options().extent_pages);
+    KVCORE_ASSIGN_OR_RETURN(const Unit unit,
+                            pool_->unit_refs(pages_[keep - 1], std::span(refs).first(extent)));
+    while (keep < pages_.size() && pages_[keep] / unit.count == pages_[keep - 1] / unit.count)
+      ++keep;
+  }
   KVCORE_RETURN_IF_ERROR(pool_->decref(std::span(pages_).subspan(keep)));
   pages_.resize(keep);
   num_tokens_ = num_tokens;

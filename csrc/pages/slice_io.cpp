@@ -17,6 +17,10 @@ Status check(const Pool& pool, std::int32_t page, std::int32_t layer, std::size_
   KVCORE_ASSIGN_OR_RETURN(const PageRefs refs, pool.refs(page));
   if (refs.owner == 0 && refs.io == 0)
     return invalid_argument(text("page=", page, " is free: only held pages have content"));
+  KVCORE_ASSIGN_OR_RETURN(const PagePlace place, pool.place(page));
+  if (place.class_number != 0)
+    return Error{ErrorCode::kUnsupported, text("page=", page, " is compressed (class ",
+                                               place.class_number, "): decode its blocks")};
   if (layer < 0 || layer >= o.num_layers)
     return invalid_argument(
         text("layer=", layer, " is out of range: allowed 0 to ", o.num_layers - 1));

@@ -273,16 +273,20 @@ Status RadixTree::unlock(NodeId id) {
 
 // ---- eviction ----
 
-bool RadixTree::frame_is_ours(std::int32_t page) const {
+std::optional<pages::Unit> RadixTree::our_unit(std::int32_t page) const {
   const std::int32_t extent = pool_->spec().options().extent_pages;
   std::array<pages::PageRefs, pages::kMaxExtentPages> refs;
-  if (!pool_->frame_refs(page, std::span(refs).first(at(extent)))) return false;
-  const std::int32_t first = page / extent * extent;
-  for (std::int32_t i = 0; i < extent; ++i) {
+  const auto unit = pool_->unit_refs(page, std::span(refs).first(at(extent)));
+  if (!unit) return std::nullopt;
+  for (std::int32_t i = 0; i < unit->count; ++i) {
     const pages::PageRefs& r = refs[at(i)];
-    if (r.io != 0 || r.owner != in_tree_[at(first + i)]) return false;
+    if (r.io != 0 || r.owner != in_tree_[at(unit->first + i)]) return std::nullopt;
   }
-  return true;
+  return *unit;
+}
+
+std::int64_t RadixTree::freeable_bytes() const {
+  return pool_->bytes_held_only_by(in_tree_).value();  // as many entries as the pool has pages
 }
 
 void RadixTree::drop_last_pages(Node& node, std::size_t count) {
@@ -298,14 +302,16 @@ void RadixTree::drop_last_pages(Node& node, std::size_t count) {
 }
 
 void RadixTree::evict_tail(Node& leaf, std::size_t wanted, std::vector<std::int32_t>& evicted) {
-  const std::int32_t extent = pool_->spec().options().extent_pages;
   std::size_t count = 0;
-  std::int32_t frame = -1;
+  pages::Unit unit{0, 0};
   while (count < leaf.pages.size()) {
     const std::int32_t page = leaf.pages[leaf.pages.size() - 1 - count];
-    if (page / extent != frame) {  // a new frame: only if still wanted, and if it can become free
-      if (count >= wanted || !frame_is_ours(page)) break;
-      frame = page / extent;
+    if (page < unit.first || page >= unit.first + unit.count) {
+      // A new unit: only if still wanted, and if it can become free.
+      if (count >= wanted) break;
+      const auto ours = our_unit(page);
+      if (!ours) break;
+      unit = *ours;
     }
     evicted.push_back(page);
     ++count;

@@ -74,11 +74,14 @@ class RadixTree {
   Status lock(NodeId node);
   Status unlock(NodeId node);
   // Drops the tree's refs of at least num_pages pages (or all it may), least recently used leaves
-  // first, from their ends and by whole frames of a leaf. Leaves whose last frame someone else
+  // first, from their ends and by whole units of a leaf. Leaves whose last unit someone else
   // holds are skipped, and count as used now: dropping them would free nothing.
   std::vector<std::int32_t> evict(std::int64_t num_pages);
   // Drops everything that is not locked, held elsewhere or not; returns the number of pages.
   std::int64_t clear();
+
+  // What evict() could free at most, were nothing locked.
+  std::int64_t freeable_bytes() const;
 
   RadixStats stats() const;
   // Net change of keys since the last call; empty without a secret.
@@ -127,7 +130,7 @@ class RadixTree {
   void append_leaf(Node* parent, std::string_view ns, std::span<const std::int32_t> tokens,
                    std::span<const std::int32_t> fresh);
   void evict_tail(Node& leaf, std::size_t wanted, std::vector<std::int32_t>& evicted);
-  bool frame_is_ours(std::int32_t page) const;
+  std::optional<pages::Unit> our_unit(std::int32_t page) const;
   void drop_last_pages(Node& node, std::size_t count);
 
   const std::shared_ptr<pages::Pool> pool_;

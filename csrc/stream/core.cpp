@@ -47,11 +47,21 @@ Status Core::check_pages(std::span<const std::int32_t> pages) const {
   return {};
 }
 
-Placement Core::placement_of(std::span<const std::int32_t> pages) const {
-  Placement out{.offsets = {}, .layer_stride_bytes = pool_->spec().layer_stride_bytes()};
+Result<Placement> Core::placement_of(std::span<const std::int32_t> pages) const {
+  Placement out;
   out.offsets.reserve(pages.size());
   for (const std::int32_t page : pages) {
-    out.offsets.push_back(pool_->view().records[page].offset_bytes);
+    KVCORE_ASSIGN_OR_RETURN(const pages::PagePlace place, pool_->place(page));
+    if (place.class_number != 0)
+      return Error{ErrorCode::kUnsupported, text("pages: page ", page, " is compressed (class ",
+                                                 place.class_number, "), open pages travel")};
+    if (out.offsets.empty()) out.layer_stride_bytes = place.layer_stride_bytes;
+    if (place.layer_stride_bytes != out.layer_stride_bytes)
+      return Error{ErrorCode::kUnsupported,
+                   text("pages: page ", page, " has layers ", place.layer_stride_bytes,
+                        " bytes apart, page ", pages[0], " ", out.layer_stride_bytes,
+                        ": pages of one hand-over lie in runs of one length")};
+    out.offsets.push_back(place.offset_bytes);
   }
   return out;
 }
@@ -70,16 +80,16 @@ Result<std::vector<std::byte>> Core::grant(const RequestId& id, std::span<const 
   StreamGrant g;
   g.request_id = id;
   g.spec = pool_->spec().options();
-  g.class_id = static_cast<std::uint32_t>(pool_->view().records[pages[0]].class_id);
   g.first_token = first_token;
   g.num_tokens = num_tokens;
   g.ttl_ns = deadline_ns - now_ns;
   g.host = local_host_id();
-  g.layer_stride_bytes = pool_->spec().layer_stride_bytes();
+  KVCORE_ASSIGN_OR_RETURN(const Placement place, placement_of(pages));
+  g.layer_stride_bytes = place.layer_stride_bytes;
   g.addresses = addresses_;
-  for (const std::int32_t page : pages) {
-    KVCORE_ASSIGN_OR_RETURN(const std::uint64_t generation, pool_->generation(page));
-    g.pages.push_back({page, generation, pool_->view().records[page].offset_bytes});
+  for (std::size_t slot = 0; slot < pages.size(); ++slot) {
+    KVCORE_ASSIGN_OR_RETURN(const std::uint64_t generation, pool_->generation(pages[slot]));
+    g.pages.push_back({pages[slot], generation, place.offsets[slot]});
   }
   if (const Status fits = g.check(); !fits) return invalid_argument(fits.error().message);
   KVCORE_RETURN_IF_ERROR(pool_->io_acquire(pages));
@@ -112,6 +122,11 @@ Result<std::shared_ptr<SendPort>> Core::open(std::span<const std::byte> bytes,
   }
   if (closed_) return Error{ErrorCode::kCancelled, "the endpoint is closed"};
   KVCORE_RETURN_IF_ERROR(pool_->io_acquire(pages));
+  auto place = placement_of(pages);  // held by now: the bytes stay where they are
+  if (!place) {
+    io_release(pages);
+    return place.error();
+  }
   auto peer = peer_for(g);
   if (!peer) {
     io_release(pages);
@@ -124,7 +139,7 @@ Result<std::shared_ptr<SendPort>> Core::open(std::span<const std::byte> bytes,
       outgoing_.emplace(id, Outgoing{Sender(g.request_id, g.shape(), g.grant, local_host_id(),
                                             now_ns + g.ttl_ns, options_.limits),
                                      {pages.begin(), pages.end()},
-                                     placement_of(pages),
+                                     std::move(*place),
                                      g.placement(),
                                      g.grant,
                                      port,
@@ -333,7 +348,7 @@ bool Core::post_one(std::uint64_t id, Peer& peer) {
   const auto run = out.machine.next_write();
   if (!run) return false;
   const Shape& shape = out.machine.shape();
-  stamper_.stamp(out.pages, shape, *run);
+  stamper_.stamp(out.pages, out.local, shape, *run);
   transport::OpOptions options;
   options.deadline_ns = out.machine.deadline_ns();
   options.checksum = false;  // slices carry their own, verified by the receiver

@@ -120,7 +120,7 @@ class Core {
   Core(std::shared_ptr<pages::Pool> pool, transport::Transport* transport,
        std::shared_ptr<Inbox> inbox, StreamOptions options, transport::RegionId region);
   Status check_pages(std::span<const std::int32_t> pages) const;
-  Placement placement_of(std::span<const std::int32_t> pages) const;
+  Result<Placement> placement_of(std::span<const std::int32_t> pages) const;
   Result<transport::LinkId> peer_for(const StreamGrant& grant);
   Result<transport::LinkId> connect(std::vector<std::string> addresses);
   void attach(std::uint64_t id, Outgoing& out, transport::LinkId link);

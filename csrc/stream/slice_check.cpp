@@ -55,8 +55,8 @@ SliceStamper::SliceStamper(std::shared_ptr<pages::Pool> pool, bool checksums)
   stamped_.resize(static_cast<std::size_t>(pool_->num_pages()) * layers);
 }
 
-void SliceStamper::stamp(std::span<const std::int32_t> pages, const Shape& shape,
-                         const SliceRun& run) {
+void SliceStamper::stamp(std::span<const std::int32_t> pages, const Placement& place,
+                         const Shape& shape, const SliceRun& run) {
   const auto& spec = pool_->spec().options();
   const auto bytes = static_cast<std::size_t>(shape.slice_bytes);
   for (std::int32_t slot = run.first; slot < run.first + run.count; ++slot) {
@@ -68,10 +68,9 @@ void SliceStamper::stamp(std::span<const std::int32_t> pages, const Shape& shape
     const auto generation = pool_->generation(page);
     const std::uint64_t key = generation ? *generation + 1 : 0;
     const bool full = valid == shape.page_size;
-    std::byte* slice = pool_->slice(page, run.layer);
-    const auto class_id =
-        static_cast<std::uint32_t>(pool_->view().records[static_cast<std::size_t>(page)].class_id);
-    SliceHeader h = expected_header(spec, class_id, run.layer, valid);
+    std::byte* slice = pool_->view().arena + place.offsets[static_cast<std::size_t>(slot)] +
+                       run.layer * place.layer_stride_bytes;
+    SliceHeader h = expected_header(spec, 0, run.layer, valid);  // open pages, in any run
     if (full && memo == key && key != 0 && is_stamped(slice, h, checksums_)) continue;
     if (checksums_) h.checksum = checksum_of(h, std::span(slice, bytes).subspan(sizeof(h)));
     if (std::memcmp(slice, &h, sizeof(h)) != 0) std::memcpy(slice, &h, sizeof(h));

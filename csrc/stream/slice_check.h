@@ -38,8 +38,10 @@ SliceHeader expected_header(const pages::PageSpecOptions& spec, std::uint32_t cl
 class SliceStamper {
  public:
   SliceStamper(std::shared_ptr<pages::Pool> pool, bool checksums);
-  // pages: [shape.num_slots]; stamps the slices of the run. Tokens of the run must all be in place.
-  void stamp(std::span<const std::int32_t> pages, const Shape& shape, const SliceRun& run);
+  // pages, place: [shape.num_slots]; stamps the slices of the run, where they lay when the hand-over
+  // began. Tokens of the run must all be in place.
+  void stamp(std::span<const std::int32_t> pages, const Placement& place, const Shape& shape,
+             const SliceRun& run);
 
  private:
   std::shared_ptr<pages::Pool> pool_;

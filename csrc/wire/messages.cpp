@@ -44,8 +44,10 @@ constexpr FieldSpec kHeartbeat[] = {
     {5, "waiting_tokens", kU64, kOptional},   {6, "stats_names", kListStr, kOptional},
     {7, "stats_values", kListF64, kOptional},
 };
-constexpr FieldSpec kGenerate[] = {KVCORE_REQUEST_FIELDS};
-constexpr FieldSpec kReserve[] = {KVCORE_REQUEST_FIELDS};
+// Which formats the KV of a sequence that decodes may take; "" = the worker's own choice.
+#define KVCORE_KV_PROFILE {15, "kv_profile", kStr, kOptional}
+constexpr FieldSpec kGenerate[] = {KVCORE_REQUEST_FIELDS, KVCORE_KV_PROFILE};
+constexpr FieldSpec kReserve[] = {KVCORE_REQUEST_FIELDS, KVCORE_KV_PROFILE};
 constexpr FieldSpec kReserved[] = {
     {1, "request_id", kId, kRequired},
     {2, "grant", kBytes, kRequired},
@@ -55,6 +57,7 @@ constexpr FieldSpec kPrefill[] = {
     KVCORE_REQUEST_FIELDS,
     {13, "grant", kBytes, kRequired},
     {14, "start_token", kU64, kOptional},
+    KVCORE_KV_PROFILE,
 };
 constexpr FieldSpec kPrefilled[] = {
     {1, "request_id", kId, kRequired},       {2, "cached_tokens", kU64, kOptional},

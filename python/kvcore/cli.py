@@ -21,10 +21,11 @@ from kvcore import __version__, config
 from kvcore.errors import InvalidArgument, KvcoreError, Unsupported
 
 if TYPE_CHECKING:
+    from kvcore.model import Model
     from kvcore.serve.codec import ModelCodec
 
 log = logging.getLogger("kvcore")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _LEAST_TOP_P = 1e-9
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(argv))
     command = options.pop("command")
     try:
-        _log_to_stderr(options.get("role", command))
+        _log_to_stderr("template" if options.get("template") else options.get("role", command))
         return int(_COMMANDS[command](options))
     except BrokenPipeError:  # who read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does the exit flush
@@ -108,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     worker.add_argument("--runtime-dir", default="", metavar="DIR", help="where sockets go")
     _add_config(worker, "worker")
     _add_parent(worker)
+    worker.add_argument("--template", action="store_true", help=argparse.SUPPRESS)
 
     run = command("run", "Generate once in this process, without workers or HTTP.")
     run.add_argument("model", help="directory, GGUF file or name", metavar="MODEL")
@@ -164,6 +166,7 @@ def _log_to_stderr(name: str) -> None:
         level=(wanted or default).upper(),
         format=f"%(asctime)s {name} %(levelname).1s %(name)s: %(message)s",
         stream=sys.stderr,
+        force=True,  # a worker off a template has another name
     )
 
 
@@ -188,6 +191,34 @@ def _serve(options: dict[str, Any]) -> int:
 def _worker(options: dict[str, Any]) -> int:
     die_with_parent(options["parent_pid"])
     settings = config.load(options, options["config"])
+    if options["template"]:
+        return _template(settings)
+    return _run_worker(options, settings, None)
+
+
+def _template(settings: config.Config) -> int:
+    """The template of this command line; in the workers that it forks, theirs."""
+    from kvcore.serve.template import forked_workers
+
+    def load() -> Model:
+        from transformers.utils import logging as transformers_logging
+
+        from kvcore.worker.build import load_model
+
+        # A bar leaves a thread behind.
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        return load_model(settings.model, settings.worker)
+
+    loaded, argv = forked_workers(load)
+    options = vars(_parser().parse_args(argv))
+    _log_to_stderr(options["role"])
+    # Its command line is that of the template; this is what top and ps -e show.
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"kvcore-{options['role']}".encode(), 0, 0, 0)
+    die_with_parent(options["parent_pid"])
+    return _run_worker(options, config.load(options, options["config"]), loaded)
+
+
+def _run_worker(options: dict[str, Any], settings: config.Config, loaded: Model | None) -> int:
     _check_router(options["router"], options["key_file"])
     launch = config.WorkerLaunch(
         role=options["role"],
@@ -204,7 +235,7 @@ def _worker(options: dict[str, Any]) -> int:
     with _runtime_dir(launch.runtime_dir) as directory:
         from kvcore.worker.process import run_worker
 
-        return run_worker(dataclasses.replace(launch, runtime_dir=directory))
+        return run_worker(dataclasses.replace(launch, runtime_dir=directory), loaded)
 
 
 def _check_router(address: str, key_file: str) -> None:

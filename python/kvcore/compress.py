@@ -1,8 +1,11 @@
-"""Which format each (layer, KV head, K or V) of sealed pages gets.
+"""Which format each (layer, KV head, K or V) of sealed pages gets, and sealing full pages.
 
 ``profile_class(model, "small")`` is what engines call. Underneath: statistics of a model's keys,
 values and queries (``kvcore.model.calibration`` makes them) and a budget of bytes give a table
 (``csrc/compress/chooser.h``); :func:`drift` says when the text of the day wants another one.
+
+A sealed page keeps its id and holds rounded K and V of its tokens in fewer bytes; its open bytes
+come free. See ``csrc/compress``, ``docs/formats.md`` and ``docs/profiles.md``.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -18,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore import _core, kernels
-from kvcore.errors import Corrupt, InvalidArgument, Unsupported
-from kvcore.pages import PageClass, PageSpec
+from kvcore.errors import Corrupt, InvalidArgument, OutOfPages, Unsupported
+from kvcore.pages import PageClass, PageSpec, Pool
 
 __all__ = [
     "PROFILES",
@@ -27,6 +31,7 @@ __all__ = [
     "Calibrated",
     "Drift",
     "PageStatistics",
+    "Sealer",
     "Statistics",
     "budget_bytes",
     "choose",
@@ -35,7 +40,10 @@ __all__ = [
     "predicted_error",
     "profile_class",
     "round_trip",
+    "seal_pages",
 ]
+
+seal_pages = _core.compress.seal_pages
 
 Array: TypeAlias = npt.NDArray[np.float32]
 PROFILES = ("exact", "balanced", "small")
@@ -300,3 +308,52 @@ def drift(
         lost = float((observed.key_error[name][i] * weight[i]).sum())
         refused += name == KEY_FORMATS[0] and lost > max_key_error * float(variation[i])
     return Drift(error / max(before, 1e-30), error / max(least, 1e-30), refused)
+
+
+class Sealer:
+    """Full pages that wait to be sealed into ``page_class``, first come, first sealed.
+
+    A page freed or sealed meanwhile is passed over; one that holds a number which cannot be encoded
+    stays open for good (``refused`` counts it). ``step_pages`` is what :meth:`run` should be asked
+    for between two steps: about two milliseconds' worth. Not thread-safe; no kernel may read the
+    pages while :meth:`run` does.
+    """
+
+    STEP_BYTES = 6 << 20  # of open pages: a core seals 3 bytes per nanosecond
+
+    def __init__(self, pool: Pool, page_class: PageClass) -> None:
+        self.pool = pool
+        self.class_number = pool.add_class(page_class)
+        self.page_bytes = page_class.run_bytes(1)
+        self.step_pages = max(1, self.STEP_BYTES // pool.spec.page_bytes)
+        self.sealed = self.refused = 0
+        self._queue: deque[tuple[int, int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, pages: Iterable[int]) -> None:
+        """Queues pages, all tokens of which are in place."""
+        self._queue.extend((page, self.pool.generation(page)) for page in pages)
+
+    def run(self, max_pages: int) -> int:
+        """Seals up to ``max_pages``; fewer when none are left or no bytes are free for one."""
+        done = 0
+        while self._queue and done < max_pages:
+            page, generation = self._queue[0]
+            if self._is_open(page, generation):
+                try:
+                    seal_pages(self.pool, [page], self.class_number)
+                    done += 1
+                except InvalidArgument:
+                    self.refused += 1
+                except OutOfPages:
+                    break
+            self._queue.popleft()
+        self.sealed += done
+        return done
+
+    def _is_open(self, page: int, generation: int) -> bool:
+        pool = self.pool
+        held = pool.refs(page)[0] > 0 and pool.generation(page) == generation
+        return held and pool.class_of(page) == 0

@@ -1,7 +1,8 @@
 """Pages of KV: geometry (:class:`PageSpec`), memory (:class:`Arena`), life (:class:`Pool`).
 
-A page is ``page_size`` tokens of all layers. Pages live in frames of ``extent_pages`` consecutive
-pages, layer-major inside; page id = frame * extent_pages + i. See ``csrc/pages``.
+A page is ``page_size`` tokens of all layers. Page ids stand in groups of ``extent_pages``: a group
+has one frame of bytes, layer-major inside, or each of its pages a run of its own. Pages are open
+(the spec's own format) or of a compressed :class:`PageClass`. See ``csrc/pages``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ __all__ = [
     "ReadonlyMapping",
     "SequencePages",
     "block_table",
+    "page_ids_for",
     "slot_mapping",
     "usable_prefix",
 ]
@@ -38,12 +40,14 @@ class PoolStats:
     """Counters of a pool at one moment.
 
     Attributes:
-        num_frames, free_frames: frames in all, and those without any ref.
-        num_pages: ``num_frames * extent_pages``.
+        num_frames, free_frames: frames that the bytes hold, and those that could be allocated now.
+        num_pages: page ids, ``num_frames * extent_pages`` unless ``page_ids`` asked for more.
         held_pages: pages with an owner ref.
         io_pages: pages with an io ref.
         sealed_pages: immutable pages.
         arena_bytes, arena_huge_bytes: size of the arena, and the part mapped by 2 MiB pages.
+        free_bytes, open_bytes, compressed_bytes: this pool's bytes; in all ``num_frames`` frames.
+            Open ones count until no transfer reads them.
     """
 
     num_frames: int
@@ -54,14 +58,32 @@ class PoolStats:
     sealed_pages: int
     arena_bytes: int
     arena_huge_bytes: int
+    free_bytes: int
+    open_bytes: int
+    compressed_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of pages, open or compressed."""
+        return self.open_bytes + self.compressed_bytes
 
 
 class Pool(_core.pages.Pool):
     """A thread-safe pool of pages: ``Pool(spec, num_frames, arena=None, huge_pages=True)``.
 
-    Raises InvalidArgument for values out of range and IoError where memory cannot be had.
+    ``page_ids=0`` makes as many ids as the frames have pages; compressed pages need more, see
+    :func:`page_ids_for`. ``alloc(n)`` gives whole frames; ``alloc(n, run_pages=1)`` single pages,
+    whose bytes come free one by one as they are compressed (``kvcore.compress``). Raises
+    InvalidArgument for values out of range and IoError where memory cannot be had.
     """
 
     def stats(self) -> PoolStats:
         """The counters now, all taken under one lock."""
         return PoolStats(*self._stats())
+
+
+def page_ids_for(page_class: PageClass, num_frames: int) -> int:
+    """How many page ids a pool of ``num_frames`` frames can use up, all pages in ``page_class``."""
+    return num_frames * max(
+        page_class.spec.extent_pages, -(-page_class.spec.frame_bytes // page_class.run_bytes(1))
+    )

@@ -3,6 +3,15 @@
 #include "kernels/dispatch/levels.h"
 #include "kernels/simd/avx512.h"
 //
+#include "kernels/simd/int_avx512.h"
+//
+#include "kernels/simd/codes_avx512.h"
+//
+#include "kernels/simd/elements.h"
+//
+#include "kernels/formats/k4_impl.h"
+#include "kernels/formats/rotated_impl.h"
+//
 #include "kernels/attention/attend_impl.h"
 
 namespace kvcore::kernels::avx512 {

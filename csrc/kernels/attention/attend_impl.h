@@ -52,6 +52,7 @@ void load_queries(const AttendUnit& u) {
         store_bf16(reinterpret_cast<char*>(u.scratch->q_pairs + row * (dk / 2)) + 2 * d, x);
       if (floats) store(u.scratch->q_floats + row * dk + d, x);
     }
+    if (u.k_words) load_query_words(u, row);
   });
 }
 
@@ -100,8 +101,9 @@ RowSums rows_from(const RowSums& s, std::int64_t row, std::int32_t dim) {
 
 // The unit's steps in the order of the bytes: page after page, KV heads inside.
 struct Walk {
-  std::int64_t page, end;  // first token of the page (of the step, where that is more) and of no step
-  std::int64_t t;          // first token of the step
+  std::int64_t page,
+      end;         // first token of the page (of the step, where that is more) and of no step
+  std::int64_t t;  // first token of the step
   std::int32_t h;
 
   bool more() const { return page < end; }
@@ -124,6 +126,8 @@ inline void look_ahead(const AttendUnit& u, const Walk& walk, Step& step) {
   locate(u, walk.h, walk.t, step);
   if (walk.h == u.h0)
     for (int i = 0; i < 4; ++i) __builtin_prefetch(step.pieces[0].k + 64 * i);
+  if (step.v_codes)  // the scales in front of the codes
+    for (int i = 0; i < 2; ++i) __builtin_prefetch(step.pieces[0].v + 64 * i);
 }
 
 void attend_unit(const AttendUnit& whole) {
@@ -133,7 +137,7 @@ void attend_unit(const AttendUnit& whole) {
   Scratch scratch = *whole.scratch;
   AttendUnit u = whole;
   u.scratch = &scratch;
-  Group g{};
+  Group g;
   for (float& one : g.ones) one = 1.f;
   load_queries(u);
   if (!partial) clear_total(scratch, rows, dv);
@@ -145,14 +149,16 @@ void attend_unit(const AttendUnit& whole) {
     const std::int64_t segment = walk.page / kSegmentTokens;
     if (walk.page % kSegmentTokens == 0 && walk.t == walk.page && walk.h == u.h0) {
       if (partial)
-        scratch.segment = rows_from(
-            u.partials, u.partial_row + (segment - u.segment0) * u.partial_rows, dv);
+        scratch.segment =
+            rows_from(u.partials, u.partial_row + (segment - u.segment0) * u.partial_rows, dv);
       clear_segment(scratch, rows, dv);
+      no_rotated(u);
     }
     walk.advance(u);
     if (walk.more()) look_ahead(u, walk, steps[1 - i]);
     run_step(u, steps[i], g);
     if (walk.more() && walk.page / kSegmentTokens == segment) continue;
+    turn_back(u);
     sum_lanes(scratch, rows);
     if (!partial) fold(scratch, 0, scratch.segment, rows, dv);
   }

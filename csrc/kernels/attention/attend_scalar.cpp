@@ -3,6 +3,15 @@
 #include "kernels/dispatch/levels.h"
 #include "kernels/simd/scalar.h"
 //
+#include "kernels/simd/int_scalar.h"
+//
+#include "kernels/simd/codes_scalar.h"
+//
+#include "kernels/simd/elements.h"
+//
+#include "kernels/formats/k4_impl.h"
+#include "kernels/formats/rotated_impl.h"
+//
 #include "kernels/attention/attend_impl.h"
 
 namespace kvcore::kernels::scalar {

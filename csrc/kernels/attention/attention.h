@@ -87,6 +87,8 @@ class AttentionPlan {
 
   AttentionPlan(const PagesView* pages, std::int32_t num_q_heads, float scale, ThreadPool* threads);
   Status validate(const BatchArgs& batch) const;
+  Status check_appendable(std::int64_t layer) const;
+  void see_classes();
   const Sequence& at(std::int64_t s) const { return sequences_[static_cast<std::size_t>(s)]; }
   int num_threads() const { return threads_ == nullptr ? 1 : threads_->num_threads(); }
   void cut(std::int64_t s);
@@ -105,7 +107,8 @@ class AttentionPlan {
   std::int32_t group_;
   float scale_log2_;
   ThreadPool* threads_;
-  bool k_pairs_ = false, k_floats_ = false;
+  std::int32_t classes_seen_ = 0;
+  bool k_pairs_ = false, k_floats_ = false, k_words_ = false;
 
   std::int64_t num_tokens_ = 0;
   std::vector<Sequence> sequences_;

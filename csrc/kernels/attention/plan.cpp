@@ -43,12 +43,17 @@ AttentionPlan::AttentionPlan(const PagesView* pages, std::int32_t num_q_heads, f
       num_q_heads_(num_q_heads),
       group_(num_q_heads / pages->num_kv_heads),
       scale_log2_(scale),
-      threads_(threads) {
-  for (std::int32_t c = 0; c < pages->num_classes; ++c)
-    for (std::int32_t l = 0; l < pages->num_layers; ++l)
-      for (std::int32_t h = 0; h < pages->num_kv_heads; ++h)
-        (pages->classes[c].layers[l].heads[h].k_format == Format::kBf16 ? k_pairs_ : k_floats_) =
-            true;
+      threads_(threads) {}
+
+// The forms of queries that the classes ask for. Classes may be added while a plan lives.
+void AttentionPlan::see_classes() {
+  for (; classes_seen_ < pages_->num_classes; ++classes_seen_)
+    for (std::int32_t l = 0; l < pages_->num_layers; ++l)
+      for (std::int32_t h = 0; h < pages_->num_kv_heads; ++h) {
+        const Format k = pages_->classes[classes_seen_].layers[l].heads[h].k_format;
+        (k == Format::kBf16 ? k_pairs_ : k_floats_) = true;
+        k_words_ |= k == Format::kInt8;
+      }
 }
 
 Result<std::unique_ptr<AttentionPlan>> AttentionPlan::make(const PagesView* pages,
@@ -256,7 +261,9 @@ void AttentionPlan::reserve_scratch() {
   const std::int64_t rows = max_rows_, dk = pages_->head_dim_k, dv = pages_->head_dim_v;
   const std::int64_t per_thread = whole_lines(rows * dk) + whole_lines(rows * dk / 2) +
                                   2 * whole_lines(rows * dv) + 3 * whole_lines(rows) +
-                                  rows * kMaxLanes + whole_lines(kStepTokens * (dk + dv));
+                                  rows * kMaxLanes + whole_lines(kStepTokens * (2 * dk + dv)) +
+                                  whole_lines(rows * dk / 2) + 2 * whole_lines(rows) +
+                                  whole_lines(rows * dv) + whole_lines(2 * pages_->num_kv_heads);
   const std::int64_t total =
       kMaxLanes + num_threads() * per_thread + partial_rows_ * (dv + 2);
   if (static_cast<std::int64_t>(memory_.size()) < total)
@@ -275,9 +282,27 @@ void AttentionPlan::reserve_scratch() {
     s.out = take(rows * dv);
     s.lse = take(rows);
     s.packed = reinterpret_cast<char*>(take(kStepTokens * (dk + dv)));
+    s.decoded = take(kStepTokens * dk);
+    s.q_words = reinterpret_cast<std::int16_t*>(take(rows * dk / 2));
+    s.q_factor = take(rows);
+    s.q_bias = reinterpret_cast<std::int32_t*>(take(rows));
+    s.rotated = take(rows * dv);
+    s.rotated_from = reinterpret_cast<std::int64_t*>(take(std::int64_t{2} * pages_->num_kv_heads));
     scratch_.push_back(s);
   }
   partials_ = take_sums(partial_rows_);
+}
+
+// The pages of the new tokens take single tokens.
+Status AttentionPlan::check_appendable(std::int64_t layer) const {
+  for (std::int64_t s = 0; s < num_seqs(); ++s) {
+    const Sequence& seq = at(s);
+    if (seq.q_len == 0) continue;
+    for (std::int64_t i = (seq.context_len - seq.q_len) / pages_->page_size;
+         i * pages_->page_size < seq.context_len; ++i)
+      KVCORE_RETURN_IF_ERROR(check_writable(*pages_, page_ids(s)[i], layer));
+  }
+  return {};
 }
 
 Status AttentionPlan::append(std::int64_t layer, TokenRows k, TokenRows v, DType dtype) {
@@ -292,6 +317,7 @@ Status AttentionPlan::append(std::int64_t layer, TokenRows k, TokenRows v, DType
     if (at(s).q_len > at(s).context_len)
       return invalid_argument(text("sequence ", s, " has q_len=", at(s).q_len, " > context_lens=",
                                    at(s).context_len, ": there is no place to append its tokens"));
+  KVCORE_RETURN_IF_ERROR(check_appendable(layer));
   const std::int64_t bytes = size_of(dtype);
   for (std::int64_t s = 0; s < num_seqs(); ++s) {
     const Sequence& seq = at(s);
@@ -348,12 +374,14 @@ AttendUnit AttentionPlan::expand(const Unit& unit, const Call& call, const Scrat
       .scale_log2 = scale_log2_,
       .k_pairs = k_pairs_,
       .k_floats = k_floats_,
+      .k_words = k_words_,
       .partials = partial ? partials_ : RowSums{},
       .partial_row = unit.partial_row,
       .partial_rows = whole_lines(rows),
       .refs = unit.ref >= 0 ? refs_.data() + unit.ref : nullptr,
       .scratch = &scratch,
       .pack = pack_tokens,
+      .decode = call.table->decode_block,
   };
 }
 
@@ -382,6 +410,7 @@ Status AttentionPlan::attend(std::int64_t layer, const AttendArgs& args) {
     return invalid_argument(text("token strides of q=", args.q_stride, " and out=", args.out_stride,
                                  " elements: expected at least ", q_width, " and ", out_width));
   KVCORE_ASSIGN_OR_RETURN(const KernelTable* table, kernel_table());
+  see_classes();
   const auto run = [&](ThreadPool::Function function) {
     Call call{this, table, static_cast<std::int32_t>(layer), &args};
     if (threads_ == nullptr)

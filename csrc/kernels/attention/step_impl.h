@@ -1,116 +1,12 @@
 // One step of attention: 64 tokens of one KV head against groups of rows.
 #pragma once
 
-#include "kernels/attention/tile_impl.h"
+#include "kernels/attention/code_step_impl.h"
+#include "kernels/attention/pieces_impl.h"
+#include "kernels/attention/rotated_impl.h"
 
 namespace kvcore::kernels::KVCORE_ISA_NS {
 namespace {
-
-constexpr int kMaxPieces = 4;  // pages of 16 tokens in one step
-
-struct Piece {  // consecutive tokens of one page inside one step, for one KV head
-  const char* k;
-  const char* v;
-  std::int64_t v_tokens;  // tokens of the block by which V's dim blocks are strided
-  std::int64_t v_first;   // of those, the piece's first
-  std::int64_t k_ahead;  // bytes from K's rows to what is read next; 0: no need to say, see reach()
-  std::int64_t v_ahead;
-  int first, count;  // in the step
-  int lanes;         // tokens of one K block row
-  Format k_format, v_format;
-  const HeadBlock* head;
-  bool packed;  // lies as the tiles read it
-};
-
-struct Step {
-  Piece pieces[kMaxPieces];
-  std::int32_t head;
-  std::int64_t start;  // absolute token
-  int num_pieces;
-  bool p_pairs, p_floats;  // forms of p the pieces' V formats ask for
-  bool packed;             // all pieces lie as the tiles read them
-};
-
-inline std::int64_t bytes_of(Format f) { return f == Format::kF32 ? 4 : 2; }
-inline bool takes_pairs(Format f) { return kBf16Pairs && f == Format::kBf16; }
-inline std::int64_t at_most(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-
-// A page of 64 tokens is read strictly forward. Smaller pages are read in turn, a K block of each
-// and then a V block of each; of a page of 128 tokens first one half and then the other. When few
-// rows share the bytes, the jumps cost more than the arithmetic, so the next run is fetched beside
-// this one.
-inline void reach(const AttendUnit& u, std::int64_t in_page, Piece& p) {
-  const std::int64_t page = u.pages->page_size;
-  if (page == kStepTokens || (u.t1 - u.t0) * u.group > kMaxRows) return;
-  const std::int64_t k_block = page * u.pages->head_dim_k * bytes_of(p.k_format);
-  const std::int64_t v_block = page * u.pages->head_dim_v * bytes_of(p.v_format);
-  if (page < kStepTokens) {  // K, then V, then the next head's K
-    p.k_ahead = k_block;
-    p.v_ahead = v_block;
-  } else {  // the other half, then the next head's first half
-    const std::int64_t k_half = k_block / 2,
-                       v_half = kStepTokens * kDimBlock * bytes_of(p.v_format);
-    p.k_ahead = in_page == 0 ? k_half : k_block + v_block - k_half;
-    p.v_ahead = in_page == 0 ? v_half : k_block + v_block - v_half;
-  }
-}
-
-// Finds the pieces of the step of KV head h that starts at absolute token `start`.
-inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step& step) {
-  const PagesView& pv = *u.pages;
-  const std::int64_t page = pv.page_size;
-  step.head = h;
-  step.start = start;
-  step.num_pieces = 0;
-  step.p_pairs = step.p_floats = false;
-  step.packed = true;
-  const std::int64_t tokens = at_most(u.first_visible + u.t1 - 1 - start, kStepTokens);
-  for (std::int64_t i = 0; i < tokens;) {
-    const std::int64_t in_page = (start + i) % page;
-    const PageRecord& record = pv.records[u.block_row[(start + i) / page]];
-    const ClassView& cls = pv.classes[record.class_id];
-    const LayerView& layer = cls.layers[u.layer];
-    const HeadBlock& head = layer.heads[h];
-    const char* slice = reinterpret_cast<const char*>(pv.arena) + record.offset_bytes +
-                        layer.run_bytes + record.index * layer.slice_bytes;
-    Piece& p = step.pieces[step.num_pieces++];
-    p.first = static_cast<int>(i);
-    p.lanes = static_cast<int>(at_most(page, kTokenBlock));
-    p.count = p.lanes;  // steps and pages start at multiples of it
-    p.k_format = head.k_format;
-    p.v_format = head.v_format;
-    p.k = slice + head.k_offset_bytes;
-    p.v = slice + head.v_offset_bytes;
-    p.k_ahead = p.v_ahead = 0;
-    p.v_tokens = page;
-    p.v_first = in_page;
-    p.head = &head;
-    p.packed = cls.layout == LayoutId::kPacked;
-    step.packed &= p.packed;
-    if (p.packed) {
-      reach(u, in_page, p);
-      p.k += in_page * pv.head_dim_k * bytes_of(p.k_format);
-    }
-    (takes_pairs(p.v_format) ? step.p_pairs : step.p_floats) = true;
-    i += p.count;
-  }
-}
-
-// Packs the pieces of pages kept in canonical layout into work memory.
-void pack_pieces(const AttendUnit& u, Step& step) {
-  const std::int32_t dk = u.pages->head_dim_k, dv = u.pages->head_dim_v;
-  for (int i = 0; i < step.num_pieces; ++i) {
-    Piece& p = step.pieces[i];
-    if (p.packed) continue;
-    char* k_out = u.scratch->packed + std::int64_t{p.first} * (dk + dv) * 4;
-    char* v_out = k_out + std::int64_t{p.count} * dk * 4;
-    u.pack(p.k, p.v, p.v_first, p.count, dk, dv, *p.head, k_out, v_out);
-    p.k = k_out;
-    p.v = v_out;
-    p.v_tokens = p.count;
-    p.v_first = 0;
-  }
-}
 
 // The scores of one group of rows in one step, then their probabilities in the forms PV reads.
 struct Group {
@@ -120,7 +16,16 @@ struct Group {
   alignas(64) float alpha[kMaxLanes];
   alignas(64) float ones[kMaxLanes];
   alignas(64) float base[kMaxLanes];
+  CodeStep code_step;
+  CodeRows codes;
 };
+
+// The sums that the step's first piece adds to.
+inline const float* first_sums(const AttendUnit& u, const Step& step, std::int64_t row) {
+  const Scratch& s = *u.scratch;
+  return (is_rotated(step.pieces[0].v_format) ? s.rotated : s.segment.o) +
+         row * u.pages->head_dim_v;
+}
 
 // scores[m][0..n) = q . k, in the pieces' own arithmetic; lanes from n on may hold anything.
 inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, int rows,
@@ -128,6 +33,17 @@ inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, i
   const std::int32_t dk = u.pages->head_dim_k, dv = u.pages->head_dim_v;
   for (int i = 0; i < step.num_pieces && step.pieces[i].first < n; ++i) {
     const Piece& p = step.pieces[i];
+    const int lanes16 = static_cast<int>((at_most(n - p.first, p.count) + 15) / 16);
+    const char* side = i == 0 ? reinterpret_cast<const char*>(first_sums(u, step, row)) : nullptr;
+    if (p.k_way == Way::kCodes) {
+      CodeTile t{};
+      t.c = &g.scores[0][p.first];
+      t.c_stride = kStepTokens;
+      t.side = side;
+      t.side_step = rows * dv * 4;
+      code_scores_of(u, p, g.code_step.channels[i], row, rows, lanes16, t, g.codes);
+      continue;
+    }
     const bool pairs = takes_pairs(p.k_format);
     TileArgs t;
     t.a = pairs ? static_cast<const void*>(u.scratch->q_pairs + row * (dk / 2))
@@ -141,9 +57,8 @@ inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, i
     t.c_stride = kStepTokens;
     t.alpha = nullptr;
     t.ahead = p.k_ahead;
-    t.side = i == 0 ? reinterpret_cast<const char*>(u.scratch->segment.o + row * dv) : nullptr;
+    t.side = side;
     t.side_step = rows * dv * 4 / t.k;
-    const int lanes16 = static_cast<int>((at_most(n - p.first, p.count) + 15) / 16);
     run_tiles(p.k_format, rows, lanes16, t);
   }
 }
@@ -167,22 +82,25 @@ template <bool Full>
 inline void probabilities_of(const AttendUnit& u, const Step& step, std::int64_t row, int m,
                              std::int64_t n, Group& g) {
   const F scale = set1(u.scale_log2), minus_base = set1(-g.base[m]);
-  F sum = set1(0.f);
+  F sum = set1(0.f), p[kStepTokens / kW];
 #pragma GCC unroll 4
   for (int j = 0; j < kStepTokens / kW; ++j) {
     F e = set1(0.f);
     if (Full || j * kW < n) e = exp2(fma(load(&g.scores[m][j * kW]), scale, minus_base));
     if (!Full) e = first_n(static_cast<std::int32_t>(n) - j * kW, e, set1(0.f));
     sum = add(sum, e);
+    p[j] = e;
     if (step.p_pairs) store_bf16(reinterpret_cast<char*>(g.p_pairs[m]) + 2 * j * kW, e);
     if (step.p_floats) store(&g.p[m][j * kW], e);
   }
+  if (step.v_codes) load_code_weights(p, g.code_step, m, g.codes);
   float* l = u.scratch->l_lanes + row * kMaxLanes;
   store(l, fma(load(l), set1(g.alpha[m]), sum));
 }
 
-// Online softmax of M rows. Their maxima stay in registers until all are in one vector: put together
-// through memory, the vector's load would wait for the stores, and so for all reads before them.
+// Online softmax of M rows. Their maxima stay in registers until all are in one vector: put
+// together through memory, the vector's load would wait for the stores, and so for all reads before
+// them.
 template <bool Full, int M>
 inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, std::int64_t n,
                     Group& g) {
@@ -231,13 +149,33 @@ inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, int
     full_or_not.template operator()<2>();
 }
 
-// o = alpha * o + p . V over the step's first n tokens, reading V forward.
+// Rows of sums that nothing was added to in this step.
+inline void rescale(float* sums, int rows, std::int32_t dim, const float* alpha) {
+  for (int m = 0; m < rows; ++m) {
+    if (alpha[m] == 1.f) continue;
+    for (std::int32_t d = 0; d < dim; d += kW)
+      store(sums + m * dim + d, mul(load(sums + m * dim + d), set1(alpha[m])));
+  }
+}
+
+// o = alpha * o + p . V over the step's first n tokens, reading V forward; o is the rotated sums
+// for pieces whose V is rotated.
 inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, int rows,
                       std::int64_t n, const Group& g) {
   const std::int32_t dv = u.pages->head_dim_v;
+  const Scratch& s = *u.scratch;
+  float *o = s.segment.o + row * dv, *rotated = s.rotated + row * dv;
+  const float *alpha_o = g.alpha, *alpha_rotated = g.alpha;
   for (int i = 0; i < step.num_pieces && step.pieces[i].first < n; ++i) {
     const Piece& p = step.pieces[i];
     const std::int64_t tokens = at_most(n - p.first, p.count);
+    if (p.v_way == Way::kCodes) {
+      const bool turned = is_rotated(p.v_format);
+      const float*& alpha = turned ? alpha_rotated : alpha_o;
+      code_values_of(u, p, rows, tokens, turned ? rotated : o, alpha, g.codes);
+      alpha = g.ones;
+      continue;
+    }
     const bool pairs = takes_pairs(p.v_format);
     TileArgs t;
     t.a = pairs ? static_cast<const void*>(&g.p_pairs[0][p.first / 2])
@@ -246,17 +184,25 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
     t.k = p.v_format == Format::kBf16 ? tokens / 2 : tokens;
     t.half_row = p.v_format == Format::kBf16 && tokens % 2 != 0;
     t.c_stride = dv;
-    t.alpha = i == 0 ? g.alpha : g.ones;
+    t.alpha = alpha_o;
+    alpha_o = g.ones;
     t.ahead = p.v_ahead;
     t.side = nullptr;
     for (std::int32_t d = 0; d < dv; d += static_cast<std::int32_t>(kDimBlock)) {
       const std::int64_t dims = at_most(dv - d, kDimBlock);
       t.b = p.v + (p.v_tokens * d + p.v_first * dims) * bytes_of(p.v_format);
       t.b_stride = dims * (p.v_format == Format::kF16 ? 2 : 4);
-      t.c = u.scratch->segment.o + row * dv + d;
+      if (p.v_row_bytes != 0) {
+        t.b = p.v + 4 * d;
+        t.b_stride = p.v_row_bytes;
+      }
+      t.c = o + d;
       run_tiles(p.v_format, rows, static_cast<int>(dims / 16), t);
     }
   }
+  if (alpha_o == g.alpha) rescale(o, rows, dv, g.alpha);
+  if (alpha_rotated == g.alpha && s.rotated_from[step.head - u.h0] != kNoToken)
+    rescale(rotated, rows, dv, g.alpha);
 }
 
 // While the softmax waits for its own results nothing is read. So much of V is asked for before it
@@ -272,8 +218,10 @@ inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, st
     for (int m = 0; m < rows; ++m) __builtin_prefetch(u.scratch->l_lanes + (row + m) * kMaxLanes);
     __builtin_prefetch(u.scratch->segment.m + row);
     scores_of(u, step, row, rows, n, g);
-    if (left == groups)  // the others find V in a cache
+    if (left == groups) {  // the others find V in a cache
       for (int i = 0; i < kLinesAhead; ++i) __builtin_prefetch(step.pieces[0].v + 64 * i);
+      if (step.v_codes) load_token_scales(u, step, g.code_step);
+    }
     softmax(u, step, row, rows, n, g);
     values_of(u, step, row, rows, n, g);
     row += rows;
@@ -281,10 +229,12 @@ inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, st
   }
 }
 
-// One located step. Rows that see all of it go in full groups; rows of tokens inside the causal edge
-// go token by token, so that what a row cannot see is never multiplied, not even by 0.
+// One located step. Rows that see all of it go in full groups; rows of tokens inside the causal
+// edge go token by token, so that what a row cannot see is never multiplied, not even by 0.
 void run_step(const AttendUnit& u, Step& step, Group& g) {
-  if (!step.packed) pack_pieces(u, step);
+  if (!step.in_place) gather(u, step);
+  if (step.k_codes) load_channels(u, step, g.code_step);
+  if (step.v_codes) begin_rotated(u, step);
   const std::int64_t base = (step.head - u.h0) * (u.t1 - u.t0) * u.group - u.t0 * u.group;
   std::int64_t t = u.t0;
   if (u.first_visible + t <= step.start) t = step.start - u.first_visible + 1;

@@ -15,11 +15,11 @@ struct TileArgs {
   std::int64_t k;         // b rows
   bool half_row;          // bf16: one more b row, of whose pairs only the first value counts
   float* c;
-  std::int64_t c_stride;  // floats between rows
-  const float* alpha;     // [M] factors of the old c; null: start from zero
-  std::int64_t ahead;     // bytes from b to what will be read next, fetched alongside; 0: nothing
-  int beside;             // lines of the b row that later tiles read, fetched alongside
-  const char* side;       // work memory needed after b, fetched row by row; null: nothing
+  std::int64_t c_stride;   // floats between rows
+  const float* alpha;      // [M] factors of the old c; null: start from zero
+  std::int64_t ahead;      // bytes from b to what will be read next, fetched alongside; 0: nothing
+  int beside;              // lines of the b row that later tiles read, fetched alongside
+  const char* side;        // work memory needed after b, fetched row by row; null: nothing
   std::int64_t side_step;  // bytes of it per b row
 };
 

@@ -7,6 +7,7 @@
 
 #include "base/dtype.h"
 #include "base/page_layout.h"
+#include "kernels/formats/block.h"
 
 namespace kvcore::kernels {
 
@@ -30,7 +31,16 @@ struct Scratch {
   float* l_lanes;          // [R][kMaxLanes] running sums, one per lane
   float* out;              // [R][Dv] of the segments so far, normalised
   float* lse;              // [R]
-  char* packed;  // [64][Dk + Dv] floats: pages kept in canonical layout, packed on the fly
+  // [64][Dk + Dv] floats: what the tiles cannot read in place, packed on the fly, and [64][Dk]
+  // floats on the way there.
+  char* packed;
+  float* decoded;
+  // Queries as 16-bit integers, for int8's codes: their factor, and -128 times their sum.
+  std::int16_t* q_words;       // [R][Dk]
+  float* q_factor;             // [R]
+  std::int32_t* q_bias;        // [R]
+  float* rotated;              // [R][Dv] sums over v4 and v3, turned back when a segment ends
+  std::int64_t* rotated_from;  // [KV heads] absolute token from which there are some
 };
 
 // Packs `count` tokens (16, 32 or 64) of a canonical head block, from token `first`, into blocks
@@ -39,8 +49,11 @@ using PackTokens = void (*)(const char* k, const char* v, std::int64_t first, st
                             std::int32_t head_dim_k, std::int32_t head_dim_v, const HeadBlock& head,
                             char* k_out, char* v_out);
 
-// Where a fold finds the rows of one segment: rows [head][tokens][group] from `row` on, of which this
-// unit's tokens are those from `token` on.
+// Turns codes of a page into rows of numbers; of the level in use, like the kernel itself.
+using DecodeTokens = void (*)(const DecodeBlock&);
+
+// Where a fold finds the rows of one segment: rows [head][tokens][group] from `row` on, of which
+// this unit's tokens are those from `token` on.
 struct PartialRef {
   std::int64_t row;
   std::int32_t tokens;
@@ -66,15 +79,16 @@ struct AttendUnit {
   std::int32_t h0, h1;
   std::int64_t first_visible;  // tokens that token 0 of the sequence sees; may be <= 0
   std::int64_t segment0, segment1;
-  float scale_log2;        // softmax scale times log2(e)
-  bool k_pairs, k_floats;  // which forms of q the pages' K formats may ask for
-  // o null: fold the segments and write out. Otherwise attend_unit leaves one RowSums a segment from
-  // partial_row on, each partial_rows apart, and fold_unit reads those of refs [segments].
+  float scale_log2;                 // softmax scale times log2(e)
+  bool k_pairs, k_floats, k_words;  // which forms of q the pages' K formats may ask for
+  // o null: fold the segments and write out. Otherwise attend_unit leaves one RowSums a segment
+  // from partial_row on, each partial_rows apart, and fold_unit reads those of refs [segments].
   RowSums partials;
   std::int64_t partial_row, partial_rows;
   const PartialRef* refs;
   const Scratch* scratch;
   PackTokens pack;
+  DecodeTokens decode;
 };
 
 // out = merge of a and b, row by row; an empty part (lse -inf) leaves the other bit for bit.

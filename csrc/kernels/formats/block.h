@@ -45,9 +45,10 @@ struct DecodeBlock {
   Part part;
   std::int32_t tokens;
   std::int32_t dim;
-  DType dtype;  // of rows
-  char* rows;
-  std::int64_t stride_bytes;
+  std::int32_t first, count;  // tokens wanted, both multiples of 16
+  DType dtype;                // of rows
+  char* rows;                 // [count][dim]
+  std::int64_t stride_bytes;  // between tokens
 };
 
 }  // namespace kvcore::kernels

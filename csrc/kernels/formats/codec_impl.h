@@ -37,7 +37,7 @@ Row<E> row_of(const EncodeBlock& a, std::int64_t token) {
 }
 template <class E>
 Row<E> row_of(const DecodeBlock& a, std::int64_t token) {
-  return row_at<E>(a.rows + token * a.stride_bytes, 0);
+  return row_at<E>(a.rows + (token - a.first) * a.stride_bytes, 0);
 }
 
 inline void copy_bytes(void* to, const void* from, std::int64_t bytes) {

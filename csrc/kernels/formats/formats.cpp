@@ -102,6 +102,12 @@ Status check_codes(const char* array, const char* from, std::int64_t count, bool
 
 }  // namespace
 
+const char* codec_name(Format format) noexcept {
+  for (const Name& codec : kCodecs)
+    if (codec.format == format) return codec.name;
+  return "elements";
+}
+
 Result<std::int64_t> block_bytes(const BlockSpec& spec) {
   KVCORE_RETURN_IF_ERROR(check_spec(spec));
   return arrays_of(spec).bytes;
@@ -144,8 +150,9 @@ Status decode_page_block(const BlockSpec& s, std::span<const std::byte> block, v
   KVCORE_RETURN_IF_ERROR(check_call(s, block.size(), stride));
   KVCORE_ASSIGN_OR_RETURN(const KernelTable* table, kernel_table());
   table->decode_block({reinterpret_cast<const char*>(block.data()), s.format, s.part,
-                       static_cast<std::int32_t>(s.tokens), static_cast<std::int32_t>(s.dim), dtype,
-                       static_cast<char*>(rows), stride * size_of(dtype)});
+                       static_cast<std::int32_t>(s.tokens), static_cast<std::int32_t>(s.dim), 0,
+                       static_cast<std::int32_t>(s.tokens), dtype, static_cast<char*>(rows),
+                       stride * size_of(dtype)});
   return {};
 }
 

@@ -21,6 +21,9 @@ struct BlockSpec {
   std::int64_t dim;
 };
 
+// "int8", "fp8", "k4", "v4", "v3"; "elements" for a format that is none of them.
+const char* codec_name(Format format) noexcept;
+
 // Bytes of the block, metadata and padding counted; a multiple of 64.
 Result<std::int64_t> block_bytes(const BlockSpec& spec);
 

@@ -56,7 +56,7 @@ void decode_int8_k(const DecodeBlock& a) {
   const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
   Channels mean;
   get_means(a, at, mean);
-  for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
+  for (std::int64_t first = a.first; first < a.first + a.count; first += kGroup) {
     const TokenScales scale = get_scales(a.block + at.scale, first);
     store_tile<E>(a, first, [&](std::int64_t d, int v) {
       const Int lanes = load_int(a.block + at.codes +
@@ -114,12 +114,12 @@ void decode_int8_v(const DecodeBlock& a) {
   alignas(64) float scale[kMaxCodecTokens];
   for (std::int64_t t = 0; t < a.tokens; t += kW)
     store(scale + t, load_f16(a.block + at.scale + 2 * t));
-  for (std::int64_t t = 0; t < a.tokens; t += 4)
+  for (std::int64_t t = a.first; t < a.first + a.count; t += 4)
     for (std::int64_t d = 0; d < a.dim; d += kW) {
       const Int lanes =
           get_int(a.block + at.codes + v_codes_at(a.dim, a.tokens / 4, d, t / 4, 4), a.dim - d);
       for (int i = 0; i < 4; ++i)
-        row_at<E>(a.rows + (t + i) * a.stride_bytes, 0)
+        row_of<E>(a, t + i)
             .put(d, a.dim - d, set1(scale[t + i]) * to_float((lanes << (24 - 8 * i)) >> 24));
     }
 }
@@ -177,7 +177,7 @@ void decode_fp8_k(const DecodeBlock& a) {
   Channels mean;
   get_means(a, at, mean);
   const F scale = get_scale(a.block + at.scale);
-  for (std::int64_t first = 0; first < a.tokens; first += kGroup)
+  for (std::int64_t first = a.first; first < a.first + a.count; first += kGroup)
     store_tile<E>(a, first, [&](std::int64_t d, int v) {
       const Int pair = load_u16(a.block + at.codes +
                                 k_codes_at(a.tokens, a.dim / 2, first, d / 2, 2) + 2 * v * kW);
@@ -207,14 +207,12 @@ template <class E>
 void decode_fp8_v(const DecodeBlock& a) {
   const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
   const F scale = get_scale(a.block + at.scale);
-  for (std::int64_t t = 0; t < a.tokens; t += 2)
+  for (std::int64_t t = a.first; t < a.first + a.count; t += 2)
     for (std::int64_t d = 0; d < a.dim; d += kW) {
       const Int pair =
           get_u16(a.block + at.codes + v_codes_at(a.dim, a.tokens / 2, d, t / 2, 2), a.dim - d);
-      const Row<E> low = row_at<E>(a.rows + t * a.stride_bytes, 0);
-      const Row<E> high = row_at<E>(a.rows + (t + 1) * a.stride_bytes, 0);
-      low.put(d, a.dim - d, from_e4m3(pair) * scale);
-      high.put(d, a.dim - d, from_e4m3(pair >> 8) * scale);
+      row_of<E>(a, t).put(d, a.dim - d, from_e4m3(pair) * scale);
+      row_of<E>(a, t + 1).put(d, a.dim - d, from_e4m3(pair >> 8) * scale);
     }
 }
 

@@ -101,7 +101,7 @@ void decode_k4(const DecodeBlock& a) {
     store(z.at + d, to_float(load_s8(bytes[0])) * set1(grids.minimum));
     store(step.at + d, from_e4m3(load_u8(bytes[1])) * set1(grids.scale));
   }
-  for (std::int64_t first = 0; first < a.tokens; first += kGroup)
+  for (std::int64_t first = a.first; first < a.first + a.count; first += kGroup)
     store_tile<E>(a, first, [&](std::int64_t d, int v) {
       const Int lanes = load_int(a.block + at.codes +
                                  k_codes_at(a.tokens, a.dim / 8, first, d / 8, 4) + 4 * v * kW);

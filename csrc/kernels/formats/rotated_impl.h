@@ -282,7 +282,7 @@ void decode_rotated(const DecodeBlock& a) {
   const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
   const F factor = set1(1.f) / vsqrt(set1(static_cast<float>(hadamard_width(a.dim))));
   Tile tile;
-  for (std::int64_t first = 0; first < a.tokens; first += kGroup) {
+  for (std::int64_t first = a.first; first < a.first + a.count; first += kGroup) {
     const TokenScales norm = get_scales(a.block + at.scale, first);
     if (a.format == Format::kV4)
       unpack_v4(a, at.codes, first, norm, tile);

@@ -11,6 +11,9 @@
 
 namespace kvcore::kernels {
 
+// Whether a page of this format holds numbers one by one, and not codes of a whole page.
+inline bool holds_elements(Format f) noexcept { return f <= Format::kBf16; }
+
 inline std::int64_t size_of(Format f) noexcept { return f == Format::kF32 ? 4 : 2; }
 
 inline DType dtype_of(Format f) noexcept {

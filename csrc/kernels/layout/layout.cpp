@@ -2,7 +2,10 @@
 
 #include <cstring>
 
+#include "base/block_arrays.h"
 #include "base/text.h"
+#include "kernels/dispatch/table.h"
+#include "kernels/formats/formats.h"
 #include "kernels/layout/convert.h"
 #include "kernels/layout/head_layout.h"
 
@@ -70,9 +73,31 @@ void write_head(Part part, const BlockShape& shape, char* block, std::int64_t fi
   }
 }
 
+// Codes are decoded for 16 tokens at a time.
+void decode_head(Part part, const BlockShape& shape, const char* block, std::int64_t first,
+                 std::int64_t count, char* rows, std::int64_t stride_bytes, DType dtype,
+                 const KernelTable& table) {
+  alignas(64) char decoded[kChunk * kMaxCodecDim * 4];
+  const std::int64_t row_bytes = shape.dim * size_of(dtype);
+  for (std::int64_t i = 0, n; i < count; i += n) {
+    const std::int64_t skip = (first + i) % kChunk;
+    n = std::min(kChunk - skip, count - i);
+    table.decode_block({block, shape.format, part, static_cast<std::int32_t>(shape.tokens),
+                        static_cast<std::int32_t>(shape.dim),
+                        static_cast<std::int32_t>(first + i - skip),
+                        static_cast<std::int32_t>(kChunk), dtype, decoded, row_bytes});
+    for (std::int64_t j = 0; j < n; ++j)
+      std::memcpy(rows + (i + j) * stride_bytes, decoded + (skip + j) * row_bytes,
+                  static_cast<std::size_t>(row_bytes));
+  }
+}
+
 void read_head(Part part, const BlockShape& shape, const char* block, std::int64_t first,
-               std::int64_t count, char* rows, std::int64_t stride, DType dtype) {
+               std::int64_t count, char* rows, std::int64_t stride, DType dtype,
+               const KernelTable& table) {
   const std::int64_t stride_bytes = stride * size_of(dtype);
+  if (!holds_elements(shape.format))
+    return decode_head(part, shape, block, first, count, rows, stride_bytes, dtype, table);
   if (dtype == dtype_of(shape.format)) {
     move_rows<true>(part, shape, block, first, count, Rows<char>{rows, stride_bytes});
     return;
@@ -99,6 +124,20 @@ void write_header(const SliceRef& slice, const PageRecord& record, std::int64_t 
 }
 
 }  // namespace
+
+Status check_writable(const PagesView& pages, std::int64_t page, std::int64_t layer) {
+  const HeadBlock* heads = slice_of(pages, page, layer).layer->heads;
+  for (std::int32_t h = 0; h < pages.num_kv_heads; ++h) {
+    const HeadBlock& head = heads[h];
+    if (holds_elements(head.k_format) && holds_elements(head.v_format)) continue;
+    const bool k = !holds_elements(head.k_format);
+    return Error{ErrorCode::kUnsupported,
+                 text("page ", page, " is compressed (", k ? "K" : "V", " of layer ", layer,
+                      ", KV head ", h, " is ", codec_name(k ? head.k_format : head.v_format),
+                      "): single tokens cannot be written into it")};
+  }
+  return {};
+}
 
 void write_tokens(const PagesView& pages, std::int64_t page, std::int64_t layer, std::int64_t first,
                   std::int64_t count, TokenRows k, TokenRows v, DType dtype) {
@@ -142,11 +181,16 @@ Status append_kv(const PagesView& pages, std::int64_t layer, TokenRows k, TokenR
       check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, tokens));
   KVCORE_RETURN_IF_ERROR(
       check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, tokens));
+  std::int64_t writable = -1;
   for (std::int64_t i = 0; i < tokens; ++i) {
     const std::int64_t slot = slot_mapping[static_cast<std::size_t>(i)];
     if (slot < -1 || slot >= slots)
       return invalid_argument(
           text("slot_mapping[", i, "]=", slot, " is out of range: allowed -1 to ", slots - 1));
+    const std::int64_t page = slot / pages.page_size;
+    if (slot < 0 || page == writable) continue;
+    KVCORE_RETURN_IF_ERROR(check_writable(pages, page, layer));
+    writable = page;
   }
   const std::int64_t bytes = size_of(dtype);
   for (std::int64_t i = 0; i < tokens;) {
@@ -170,6 +214,7 @@ Status pack_slice(const PagesView& pages, std::int64_t page, std::int64_t layer,
   KVCORE_RETURN_IF_ERROR(check_slice(pages, page, layer, first, count));
   KVCORE_RETURN_IF_ERROR(check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, count));
   KVCORE_RETURN_IF_ERROR(check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, count));
+  KVCORE_RETURN_IF_ERROR(check_writable(pages, page, layer));
   write_tokens(pages, page, layer, first, count, k, v, dtype);
   return {};
 }
@@ -181,6 +226,7 @@ Status unpack_slice(const PagesView& pages, std::int64_t page, std::int64_t laye
   KVCORE_RETURN_IF_ERROR(check_slice(pages, page, layer, first, count));
   KVCORE_RETURN_IF_ERROR(check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, count));
   KVCORE_RETURN_IF_ERROR(check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, count));
+  KVCORE_ASSIGN_OR_RETURN(const KernelTable* table, kernel_table());
   const SliceRef slice = slice_of(pages, page, layer);
   const char* data = reinterpret_cast<const char*>(slice.data);
   const std::int64_t value = size_of(dtype);
@@ -189,10 +235,10 @@ Status unpack_slice(const PagesView& pages, std::int64_t page, std::int64_t laye
     const LayoutId layout = slice.cls->layout;
     read_head(Part::kK, {pages.page_size, pages.head_dim_k, head.k_format, layout, head.k_row_bytes},
               data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
-              k.stride, dtype);
+              k.stride, dtype, *table);
     read_head(Part::kV, {pages.page_size, pages.head_dim_v, head.v_format, layout, head.v_row_bytes},
               data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
-              v.stride, dtype);
+              v.stride, dtype, *table);
   }
   return {};
 }

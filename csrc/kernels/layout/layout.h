@@ -1,5 +1,6 @@
 // Moving K and V rows between tensors [tokens][KV heads][head_dim] and pages, in either layout.
 // A tensor's dtype may differ from the page's format: values are converted, round to nearest even.
+// Compressed pages are read as the numbers they stand for, and never written: kUnsupported.
 // Arguments are validated before any byte moves. Thread rules: writes to different pages may run in
 // parallel; nothing here locks.
 #pragma once
@@ -36,6 +37,9 @@ Status unpack_slice(const PagesView& pages, std::int64_t page, std::int64_t laye
 // Copies all layers of from[i] to to[i]; classes must match. Ids must be distinct within `to`.
 Status copy_pages(const PagesView& pages, std::span<const std::int64_t> from,
                   std::span<const std::int64_t> to);
+
+// kUnsupported where the page holds codes in this layer, naming page, KV head and format.
+Status check_writable(const PagesView& pages, std::int64_t page, std::int64_t layer);
 
 // Unchecked: the write behind append_kv, pack_slice and AttentionPlan::append. Tokens
 // [first, first + count) of one page; writing slot 0 also writes the slice's header.

@@ -21,7 +21,7 @@ from torch.nn import functional
 from kvcore.errors import InvalidArgument, Unsupported
 from kvcore.model.config import ModelConfig, model_config
 from kvcore.model.elementwise import Elementwise
-from kvcore.model.hugepages import collapse_resident_memory
+from kvcore.model.hugepages import collapse_resident_memory, large_apart_from_small
 from kvcore.model.rope import RopeTable, rope_config
 from kvcore.model.weights import Linear, WeightFiles
 
@@ -73,7 +73,7 @@ class FlatDecoder:
         self.dtype = dtype
         self._ops = Elementwise(dtype, float(hf_config.rms_norm_eps))
         self._rope = RopeTable(rope, head_dim, self.config.max_position)
-        with WeightFiles(path) as files, torch.inference_mode():
+        with WeightFiles(path) as files, torch.inference_mode(), large_apart_from_small():
             vocab = (self.config.vocab_size, hidden)
             self._embedding = files.get("model.embed_tokens.weight", vocab, dtype)
             self._norm = files.get("model.norm.weight", (hidden,), dtype)
@@ -81,8 +81,11 @@ class FlatDecoder:
             head = self._embedding if tied else files.get("lm_head.weight", vocab, dtype)
             self._head = Linear(head)
             inner = int(hf_config.intermediate_size)
+            # Freed copies would leave holes between the packed weights, too small for huge pages.
+            most = max(2 * inner * hidden, 3 * heads * head_dim * hidden)
+            scratch = torch.empty(most if self._head.packed else 0, dtype=dtype)
             self._layers = [
-                self._read_layer(files, f"model.layers.{i}.", inner)
+                self._read_layer(files, f"model.layers.{i}.", inner, scratch)
                 for i in range(self.config.num_layers)
             ]
         self.huge_page_bytes = self._use_huge_pages()
@@ -149,7 +152,7 @@ class FlatDecoder:
         log.info("packed weights: %d of %d MiB in huge pages", huge >> 20, looked_at >> 20)
         return huge
 
-    def _read_layer(self, files: WeightFiles, prefix: str, inner: int) -> _Layer:
+    def _read_layer(self, files: WeightFiles, prefix: str, inner: int, scratch: Tensor) -> _Layer:
         c, dtype = self.config, self.dtype
         hidden, q_rows = c.hidden_size, c.num_q_heads * c.head_dim
         kv_rows = c.num_kv_heads * c.head_dim
@@ -157,7 +160,9 @@ class FlatDecoder:
         def stacked(names: str, rows: tuple[int, ...], width: int) -> Linear:
             parts = [prefix + name for name in names.split()]
             pairs = list(zip(parts, rows, strict=True))
-            weight = torch.cat([files.get(f"{p}.weight", (n, width), dtype) for p, n in pairs])
+            weights = [files.get(f"{p}.weight", (n, width), dtype) for p, n in pairs]
+            own = scratch[: sum(rows) * width].view(-1, width) if len(scratch) else None
+            weight = torch.cat(weights, out=own)
             biases = [files.maybe(f"{p}.bias", (n,), dtype) for p, n in pairs]
             present = [bias for bias in biases if bias is not None]
             if present and len(present) != len(biases):

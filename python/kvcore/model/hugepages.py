@@ -8,15 +8,38 @@ pages (``madvise(2)``, MADV_COLLAPSE, Linux 6.1).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 HUGE = 2 << 20
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
+_APART_FROM_BYTES = 128 << 10
 _REGION = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p \S+ 00:00 0\s*(\[heap\])?$")
 _FIELD = re.compile(r"^(Rss|AnonHugePages): +(\d+) kB$")
+
+
+@contextlib.contextmanager
+def large_apart_from_small() -> Iterator[None]:
+    """Large memory allocated within lies in mappings of its own, away from small objects.
+
+    So a process that is forked later and writes to its objects takes no huge pages of the weights
+    apart. Afterwards the heap serves all sizes that it may, else steps would map their results.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another libc
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, _APART_FROM_BYTES)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def collapse_resident_memory() -> tuple[int, int]:

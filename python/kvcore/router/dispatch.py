@@ -388,6 +388,7 @@ class Dispatcher:
             "stop_token_ids": list(ask.stop_token_ids),
             "ignore_eos": int(ask.ignore_eos),
             "num_logprobs": ask.num_logprobs,
+            "kv_profile": ask.kv_profile,
             "deadline_s": left if math.isfinite(left) else 0.0,
         }
 

@@ -10,7 +10,8 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """One prompt to continue: token ids, sampling, limits. ``deadline``: router's clock."""
+    """One prompt to continue: token ids, sampling, limits. ``deadline``: router's clock;
+    ``kv_profile``: "" = the workers' own."""
 
     request_id: bytes
     tokens: tuple[int, ...]
@@ -21,6 +22,7 @@ class Ask:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int = -1
+    kv_profile: str = ""
     deadline: float = float("inf")
 
 

@@ -189,6 +189,7 @@ class Front:
                 stop_token_ids=() if params.ignore_eos else self._codec.eos_ids,
                 ignore_eos=params.ignore_eos,
                 num_logprobs=params.num_logprobs,
+                kv_profile=params.kv_profile,
                 deadline=deadline,
             )
             for tokens in prompts

@@ -15,11 +15,14 @@ from pathlib import Path
 
 from kvcore.config import Config
 from kvcore.errors import KvcoreError
+from kvcore.serve.template import Forked, ForkRefused, Template, TemplateEnded, adopt_orphans
 
 log = logging.getLogger("kvcore.launcher")
 _FATAL_EXIT = 2  # usage, or a model that cannot be had: trying again changes nothing
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.1, 5.0
 _WINDOW_S = 60.0
+_COMMAND = (sys.executable, "-m", "kvcore.cli")
+_Process = asyncio.subprocess.Process | Forked
 
 
 class WorkerFailed(KvcoreError):
@@ -32,30 +35,37 @@ class WorkerFailed(KvcoreError):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSpec:
-    """One worker process: a name for the logs, its command line, and the worker's role."""
+    """One worker process: a name for the logs, its command line, and the worker's role.
+
+    ``template`` is the command line of the template that forks it, told ``args``; () for none.
+    """
 
     name: str
     argv: tuple[str, ...]
     role: str
+    template: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
 
 
 def worker_specs(
     config: Config, model: str, address: str, key_file: Path, runtime_dir: Path
 ) -> list[ProcessSpec]:
-    """The command lines of the fleet that ``config`` asks for."""
+    """The command lines of the fleet that ``config`` asks for, all of one template."""
     fleet, worker = config.fleet, config.worker
+    common = ["--router", address, "--key-file", str(key_file), "--model", model]
+    common += ["--runtime-dir", str(runtime_dir), "--parent-pid", str(os.getpid())]
+    for field in dataclasses.fields(worker):
+        common += ["--" + field.name.replace("_", "-"), str(getattr(worker, field.name))]
+    template = (*_COMMAND, "worker", "mono", *common, "--template")
+    if worker.threads > 1:
+        log.info("workers load the model each: those with several threads are not forked")
+        template = ()
     roles = [role for role in ("prefill", "decode", "mono") for _ in range(getattr(fleet, role))]
     cpus = assign_cpus(len(roles), worker.threads) if fleet.pin else [()] * len(roles)
     specs = []
     for index, (role, own) in enumerate(zip(roles, cpus, strict=True)):
-        argv = [sys.executable, "-m", "kvcore.cli", "worker", role]
-        argv += ["--router", address, "--key-file", str(key_file), "--model", model]
-        argv += ["--runtime-dir", str(runtime_dir), "--parent-pid", str(os.getpid())]
-        if own:
-            argv += ["--cpus", ",".join(map(str, own))]
-        for field in dataclasses.fields(worker):
-            argv += ["--" + field.name.replace("_", "-"), str(getattr(worker, field.name))]
-        specs.append(ProcessSpec(f"{role}-{index}", tuple(argv), role))
+        args = ("worker", role, *common, *(("--cpus", ",".join(map(str, own))) if own else ()))
+        specs.append(ProcessSpec(f"{role}-{index}", (*_COMMAND, *args), role, template, args))
     return specs
 
 
@@ -87,7 +97,10 @@ class Launcher:
         self._specs = list(specs)
         self._tell = tell
         self._max_restarts = max_restarts
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._processes: dict[str, _Process] = {}
+        self._templates = {
+            spec.template: Template(spec.template) for spec in specs if spec.template
+        }
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self.restarts = 0
@@ -95,6 +108,12 @@ class Launcher:
 
     def start(self) -> None:
         """Start all processes."""
+        if self._templates:
+            try:
+                adopt_orphans()
+            except OSError as error:
+                log.warning("workers load the model each, none can be forked: %s", error)
+                self._templates.clear()
         self._keepers = [asyncio.create_task(self._keep(spec)) for spec in self._specs]
         for keeper in self._keepers:
             keeper.add_done_callback(lambda _: self._tell_roles())
@@ -108,32 +127,36 @@ class Launcher:
         """Process id by name, of those that run."""
         return {n: p.pid for n, p in self._processes.items() if p.returncode is None}
 
+    def template_pids(self) -> list[int]:
+        """Process ids of the templates that run."""
+        return [template.pid for template in self._templates.values() if template.pid]
+
     async def stop(self, grace_s: float = 5.0) -> None:
         """SIGTERM to each, SIGKILL after ``grace_s``; returns when all are gone."""
         self._stopping.set()
-        for process in self._processes.values():
-            _signal(process, signal.SIGTERM)
+        self._signal_all(signal.SIGTERM)
         if self._keepers:
             await asyncio.wait(self._keepers, timeout=grace_s)
-        for process in self._processes.values():
-            _signal(process, signal.SIGKILL)
+        self._signal_all(signal.SIGKILL)
         await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*(template.stop() for template in self._templates.values()))
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for process in self._processes.values():
+            _signal(process, number)
+        for template in self._templates.values():
+            template.signal(number)
 
     async def _keep(self, spec: ProcessSpec) -> None:
         ends: list[float] = []
         while not self._stopping.is_set():
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *spec.argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-                )
+                code = await self._run(spec)
+            except TemplateEnded as error:
+                code = error.exit_code
             except OSError as error:
                 self._give_up(f"worker {spec.name} cannot be started: {error}", 1)
                 return
-            self._processes[spec.name] = process
-            log.info("%s started (pid %d)", spec.name, process.pid)
-            if self._stopping.is_set():  # it was being started when the others were told
-                _signal(process, signal.SIGTERM)
-            code = await process.wait()
             if self._stopping.is_set():
                 return
             now = time.monotonic()
@@ -148,6 +171,27 @@ class Launcher:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
 
+    async def _run(self, spec: ProcessSpec) -> int:
+        """Start it and wait for its end; the exit code."""
+        process = await self._start(spec)
+        self._processes[spec.name] = process
+        log.info("%s started (pid %d)", spec.name, process.pid)
+        if self._stopping.is_set():  # it was being started when the others were told
+            _signal(process, signal.SIGTERM)
+        return await process.wait()
+
+    async def _start(self, spec: ProcessSpec) -> _Process:
+        if template := self._templates.get(spec.template):
+            try:
+                return await template.fork(spec.args)
+            except ForkRefused as error:
+                if self._templates.pop(spec.template, None):
+                    log.warning("from now on workers load the model each: %s", error)
+                    await template.stop()
+        return await asyncio.create_subprocess_exec(
+            *spec.argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+        )
+
     def _give_up(self, message: str, code: int) -> None:
         if not self.failed.done():
             self.failed.set_result(WorkerFailed(message, code))
@@ -160,7 +204,7 @@ def _ended(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+def _signal(process: _Process, number: signal.Signals) -> None:
     """To the whole session of a process that still runs."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -12,6 +12,7 @@ from kvcore.serve.errors import ApiError
 
 MAX_PROMPTS = 128
 MAX_STOPS = 4
+KV_PROFILES = ("exact", "balanced", "small")
 # Fields that change nothing here and that clients send by habit.
 _HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _HARMLESS |= {"prompt_cache_retention", "parallel_tool_calls"}
@@ -42,7 +43,7 @@ _NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
 }
 _SAMPLING = {"model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "seed"}
-_SAMPLING |= {"stop", "logprobs", "ignore_eos", "return_token_ids"}
+_SAMPLING |= {"stop", "logprobs", "ignore_eos", "return_token_ids", "kv_profile"}
 _COMPLETION = _SAMPLING | {"prompt"}
 _CHAT = _SAMPLING | {"messages", "max_completion_tokens", "top_logprobs"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -51,7 +52,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 @dataclasses.dataclass(frozen=True)
 class Params:
     """A checked request but for its prompt. ``max_tokens`` None = not given: then the answer has
-    at most ``default_max_tokens`` (None = as many as the context holds)."""
+    at most ``default_max_tokens`` (None = as many as the context holds). ``kv_profile`` "" = the
+    server's own."""
 
     model: str
     stream: bool
@@ -66,6 +68,7 @@ class Params:
     num_logprobs: int
     ignore_eos: bool
     return_token_ids: bool
+    kv_profile: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +155,7 @@ def _params(body: Mapping[str, Any], limit: str, default: int | None, logprobs: 
         num_logprobs=logprobs,
         ignore_eos=_boolean(body, "ignore_eos"),
         return_token_ids=_boolean(body, "return_token_ids"),
+        kv_profile=_choice(body, "kv_profile", KV_PROFILES),
     )
 
 
@@ -283,6 +287,13 @@ def _field(
 def _boolean(body: Mapping[str, Any], field: str, prefix: str = "") -> bool:
     value = _field(body, field, "boolean", lambda v: isinstance(v, bool), prefix)
     return bool(value)
+
+
+def _choice(body: Mapping[str, Any], field: str, allowed: Sequence[str]) -> str:
+    value = _field(body, field, "string", lambda v: isinstance(v, str))
+    if value is not None and value not in allowed:
+        raise _bad(field, f"{field} = {_show(value)}: allowed: {', '.join(allowed)}")
+    return value or ""
 
 
 def _integer(body: Mapping[str, Any], field: str, low: int, high: int) -> int | None:

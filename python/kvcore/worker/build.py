@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvcore import kernels, model
-from kvcore.config import WorkerLaunch, deployment_secret, read_key_file
+from kvcore.config import WorkerConfig, WorkerLaunch, deployment_secret, read_key_file
 from kvcore.errors import InvalidArgument
 from kvcore.pages import Pool
 from kvcore.stream import Endpoint
@@ -21,11 +21,21 @@ from kvcore.worker.memory import PageMemory
 log = logging.getLogger(__name__)
 
 
-def build_worker(launch: WorkerLaunch, directory: Path) -> tuple[Engine, dict[str, Any]]:
-    """The engine of ``launch`` and its part of ``hello``; sockets go to ``directory``."""
-    config = launch.worker
+def load_model(name: str, config: WorkerConfig) -> model.Model:
+    """The model as a worker with these settings computes it."""
     torch.set_num_threads(config.threads)
-    loaded = model.load(launch.model, config.dtype)
+    return model.load(name, config.dtype)
+
+
+def build_worker(
+    launch: WorkerLaunch, directory: Path, loaded: model.Model | None = None
+) -> tuple[Engine, dict[str, Any]]:
+    """The engine of ``launch`` and its part of ``hello``; sockets go to ``directory``.
+
+    ``loaded``: what ``load_model`` returned for the same settings, perhaps before a fork.
+    """
+    config = launch.worker
+    loaded = loaded or load_model(launch.model, config)
     spec = loaded.page_spec(config.page_size)
     num_frames = config.kv_bytes // spec.frame_bytes
     if num_frames < 1:

@@ -21,7 +21,8 @@ class Request:
     """One request; the fields are those of the ``generate`` message (``csrc/wire/messages.cpp``).
 
     ``tokens`` int32 [prompt]; ``namespace`` 32 bytes, or empty: uncacheable; ``temperature`` 0 is
-    greedy; ``num_logprobs`` -1 asks for none; ``deadline_s`` counts from arrival, 0 = none.
+    greedy; ``num_logprobs`` -1 asks for none; ``deadline_s`` counts from arrival, 0 = none;
+    ``kv_profile`` "" = the worker's own.
     """
 
     request_id: bytes
@@ -35,6 +36,7 @@ class Request:
     ignore_eos: int = 0
     num_logprobs: int = -1
     deadline_s: float = 0.0
+    kv_profile: str = ""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Request:

@@ -159,8 +159,9 @@ struct Item {
 };
 
 // Attends a batch at layer 1; q rows are the items' in order.
-inline Output attend(const TestPages& pages, std::int32_t q_heads, const std::vector<Item>& items,
-                     const Tensor& q, ThreadPool* threads = nullptr) {
+template <class Pages>
+Output attend(const Pages& pages, std::int32_t q_heads, const std::vector<Item>& items,
+              const Tensor& q, ThreadPool* threads = nullptr) {
   const PagesView& p = pages.view();
   std::vector<std::int32_t> cu{0}, contexts;
   std::size_t max_pages = 1;

@@ -29,6 +29,24 @@ def test_resident_memory_is_collapsed_and_keeps_its_contents():
     assert 56 << 20 <= huge <= total
 
 
+APART = """
+import torch
+from kvcore.model.hugepages import large_apart_from_small
+def in_heap(tensor):
+    ends = next(line.split()[0] for line in open("/proc/self/maps") if "[heap]" in line).split("-")
+    return int(ends[0], 16) <= tensor.data_ptr() < int(ends[1], 16)
+with large_apart_from_small():
+    inside = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(8)]
+after = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(8)]
+print(sum(map(in_heap, inside)), sum(map(in_heap, after)))
+"""
+
+
+def test_large_memory_lies_apart_only_where_asked_for():
+    done = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "8"]
+
+
 def test_only_large_private_resident_regions_are_looked_at():
     def region(place: str, rest: str, rss: int, huge: int = 0) -> str:
         return f"{place} {rest}\nRss: {rss:>10} kB\nAnonHugePages: {huge:>10} kB\nVmFlags: rd\n"

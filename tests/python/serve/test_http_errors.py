@@ -65,6 +65,8 @@ COMPLETION_CASES = [
     ({"temperature": "hot"}, 400, "temperature"),
     ({"top_p": 0}, 400, "top_p"),
     ({"top_p": 1.1}, 400, "top_p"),
+    ({"kv_profile": "tiny"}, 400, "kv_profile"),
+    ({"kv_profile": 4}, 400, "kv_profile"),
     ({"seed": 1.0}, 400, "seed"),
     ({"seed": 2**64}, 400, "seed"),
     ({"stop": ["a"] * 5}, 400, "stop"),
