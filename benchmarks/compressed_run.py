@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from kvcore import compress, kernels
-from kvcore.errors import Unsupported
 from kvcore.model.calibration import PagedRun
 from kvcore.model.loading import Model
 from kvcore.pages import PageClass
@@ -95,8 +94,6 @@ class Context(PagedRun):
 
     def _over_sealed(self, table: Table) -> Tensor:
         """The same by the attention kernels over pages that are sealed into the table's class."""
-        if not hasattr(compress, "seal_pages"):
-            raise Unsupported("--path kernel: this build does not seal pages yet")
         sealed = self.pool.alloc(len(self.pages), run_pages=1)[: len(self.pages)]
         self.write(sealed, self.k, self.v)
         number = self.pool.add_class(PageClass(self.pool.spec, table))

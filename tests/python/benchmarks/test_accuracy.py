@@ -49,7 +49,8 @@ def test_difference_and_bound(benchmarks: None) -> None:
     assert two["dnll_upper"] == pytest.approx(0.1 + 12.71 * 0.1)  # t * standard error
 
 
-def test_a_short_context_over_compressed_pages(benchmarks: None, lm: Any) -> None:
+@pytest.mark.parametrize("path", ["kernel", "simulate"])
+def test_a_short_context_over_compressed_pages(benchmarks: None, lm: Any, path: str) -> None:
     """Nothing changed gives 0 exactly, a profile little, the controls too much; all in turn."""
     import contexts
     from cases import accuracy
@@ -59,7 +60,7 @@ def test_a_short_context_over_compressed_pages(benchmarks: None, lm: Any) -> Non
         return list(lm.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     text = contexts.texts(encode, contexts.SHORT, 1)[0]
-    context = Context(lm, text.tokens[:-1], contexts.SHORT)
+    context = Context(lm, text.tokens[:-1], contexts.SHORT, path)
     exact = context.logits()
     kl = {}
     for method in accuracy.methods(lm):
