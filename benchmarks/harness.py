@@ -68,6 +68,7 @@ class Context:
     dtype: str = "bf16"
     shapes: tuple[str, ...] = ()
     threads: tuple[int, ...] = ()
+    path: str = "kernel"
 
     def rounds(self, full: int, quick: int) -> int:
         """Number of repetitions."""

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness import ROOT, Context, Result, commit, use_clock
 
 CASES = {
+    "accuracy": "divergence of the next token on real text over compressed pages, against its gate",
     "decode_attention": "one query row over a long context, against the linear read limit",
     "decode_format": "decoding over compressed pages, against linear read and bf16 pages",
     "prefill_attention": "causal chunks over a long context, against the multiply-add peak",
@@ -49,6 +50,10 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--threads", action="append", type=int, default=[], help="may be repeated")
     parser.add_argument(
+        "--path", choices=("kernel", "simulate"), default="kernel",
+        help="accuracy: attention over sealed pages, or their numbers written back into bf16 pages",
+    )  # fmt: skip
+    parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: without the time others took"
     )
     parser.add_argument(
@@ -77,6 +82,7 @@ def results(args: argparse.Namespace) -> Iterator[Result]:
         args.dtype,
         tuple(args.shape),
         tuple(args.threads),
+        args.path,
     )
     for name in args.case or CASES:
         run: Callable[[Context], Iterator[Result]] = importlib.import_module(f"cases.{name}").run

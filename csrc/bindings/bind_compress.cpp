@@ -1,17 +1,103 @@
-// kvcore._core.compress: sealing pages; python/kvcore/compress.py is the public face.
+// kvcore._core.compress: the chooser, and sealing pages; python/kvcore/compress.py is the public face.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "base/text.h"
 #include "bindings/errors.h"
+#include "compress/chooser.h"
 #include "compress/seal.h"
 
 namespace py = pybind11;
 
 namespace kvcore::bindings {
 namespace {
+
+using compress::HeadStatistics;
+using pages::PageClass;
+using pages::PageSpec;
+using Numbers = py::array_t<double, py::array::c_style | py::array::forcecast>;
+using ByFormat = std::map<std::string, Numbers>;
+
+Format format_of(const std::string& name) {
+  for (const Format f : {Format::kInt8, Format::kFp8, Format::kK4, Format::kV4, Format::kV3})
+    if (name == pages::name_of(f)) return f;
+  throw ErrorException{
+      invalid_argument(text("format='", name, "' is unknown: allowed int8, fp8, k4, v4, v3"))};
+}
+
+// One number per (layer, KV head).
+const double* flat(const char* field, const Numbers& given, std::size_t heads) {
+  if (given.ndim() != 1 || static_cast<std::size_t>(given.size()) != heads)
+    throw ErrorException{
+        invalid_argument(text(field, " has ", given.size(), " entries in ", given.ndim(),
+                              " dimensions: allowed ", heads, " in one (layers x KV heads)"))};
+  return given.data();
+}
+
+std::vector<double> row(const char* field, const Numbers& given, std::size_t heads, std::size_t i) {
+  if (given.ndim() != 2 || static_cast<std::size_t>(given.shape(0)) != heads)
+    throw ErrorException{invalid_argument(text(field, " has ", given.ndim(), " dimensions and ",
+                                               given.ndim() == 0 ? 0 : given.shape(0),
+                                               " rows: allowed [", heads, ", head_dim]"))};
+  const double* at = given.data() + static_cast<py::ssize_t>(i) * given.shape(1);
+  return {at, at + given.shape(1)};
+}
+
+std::vector<HeadStatistics> statistics_of(const py::handle& s) {
+  const auto numbers = [&](const char* field) { return s.attr(field).cast<Numbers>(); };
+  const Numbers keys = numbers("key_weight"), energy = numbers("key_energy"),
+                values = numbers("value_weight");
+  const auto key_error = s.attr("key_error").cast<ByFormat>();
+  const auto value_error = s.attr("value_error").cast<ByFormat>();
+  const auto heads = static_cast<std::size_t>(values.size());
+  std::vector<HeadStatistics> out(heads);
+  for (std::size_t i = 0; i < heads; ++i) {
+    HeadStatistics& h = out[i];
+    h.key_weight = row("key_weight", keys, heads, i);
+    h.key_energy = row("key_energy", energy, heads, i);
+    for (const auto& [name, error] : key_error)
+      h.key_error.emplace_back(format_of(name), row("key_error", error, heads, i));
+    for (const auto& [name, error] : value_error)
+      h.value_error.emplace_back(format_of(name), flat("value_error", error, heads)[i]);
+    h.value_weight = flat("value_weight", values, heads)[i];
+  }
+  return out;
+}
+
+PageClass choose(const PageSpec& spec, const py::handle& statistics, std::int64_t budget_bytes,
+                 double max_key_error) {
+  compress::Profile profile;
+  profile.budget_bytes = budget_bytes;
+  profile.max_key_error = max_key_error;
+  return unwrap(compress::choose(spec, statistics_of(statistics), profile));
+}
+
+py::array_t<double> predicted_error(const PageClass& table, const py::handle& statistics) {
+  const auto& o = table.spec().options();
+  const std::vector<double> errors =
+      unwrap(compress::predicted_error(table, statistics_of(statistics)));
+  py::array_t<double> out({py::ssize_t{o.num_layers}, py::ssize_t{o.num_kv_heads}, py::ssize_t{2}});
+  std::copy(errors.begin(), errors.end(), out.mutable_data());
+  return out;
+}
+
+void bind_chooser(py::module_& m) {
+  m.def("choose", &choose, py::arg("spec"), py::arg("statistics"), py::arg("budget_bytes"),
+        py::arg("max_key_error") = compress::Profile{}.max_key_error);
+  m.def("predicted_error", &predicted_error, py::arg("table"), py::arg("statistics"));
+  m.def(
+      "budget_bytes",
+      [](const PageSpec& spec, const std::string& profile) {
+        return unwrap(compress::profile_of(spec, profile)).budget_bytes;
+      },
+      py::arg("spec"), py::arg("profile"));
+}
 
 void bind_seal(py::module_& m) {
   m.def(
@@ -25,6 +111,9 @@ void bind_seal(py::module_& m) {
 
 }  // namespace
 
-void bind_compress(py::module_ m) { bind_seal(m); }
+void bind_compress(py::module_ m) {
+  bind_chooser(m);
+  bind_seal(m);
+}
 
 }  // namespace kvcore::bindings

@@ -12,9 +12,10 @@ from torch import Tensor
 from kvcore.errors import InvalidArgument, Unsupported
 from kvcore.model.config import FLAT_FAMILIES, ModelConfig, read_hf_config, refusal
 from kvcore.model.flat import Attend, FlatDecoder
-from kvcore.model.hub import ModelFiles, resolve, weights_digest
+from kvcore.model.hub import ModelFiles, default_cache_dir, resolve, weights_digest
 
 if TYPE_CHECKING:
+    from kvcore.compress import Statistics
     from kvcore.pages import PageSpec
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,13 @@ class Model:
     """
 
     def __init__(
-        self, decoder: Decoder, tokenizer: Any, files: ModelFiles, epoch: str, dtype: str
+        self,
+        decoder: Decoder,
+        tokenizer: Any,
+        files: ModelFiles,
+        epoch: str,
+        dtype: str,
+        cache_dir: Path | None = None,
     ) -> None:
         self.config = decoder.config
         self.implementation = decoder.implementation
@@ -60,6 +67,7 @@ class Model:
         self.dtype = dtype
         self.forward = decoder.forward
         self.decoder = decoder
+        self.cache_dir = cache_dir or default_cache_dir()
 
     def page_spec(self, page_size: int = 64, format: str | None = None) -> PageSpec:
         """The page geometry of this model; ``format`` defaults to the one of its dtype."""
@@ -74,6 +82,12 @@ class Model:
             page_size=page_size,
             format=format or _PAGE_FORMATS[self.dtype],
         )
+
+    def kv_statistics(self, page_size: int = 64) -> Statistics:
+        """What formats do to this model's pages: from the cache directory, else measured once."""
+        from kvcore.model.calibration import cached_statistics
+
+        return cached_statistics(self, page_size, self.cache_dir)
 
 
 def load(
@@ -105,7 +119,8 @@ def load(
     decoder = _decoder(hf_config, files, DTYPES[dtype], max_context)
     log.info("%s: %s decoder, %s", files.model_id, decoder.implementation, dtype)
     tokenizer = load_tokenizer(files.path)
-    return Model(decoder, tokenizer, files, weights_digest(files, cache_dir), dtype)
+    epoch = weights_digest(files, cache_dir)
+    return Model(decoder, tokenizer, files, epoch, dtype, Path(cache_dir) if cache_dir else None)
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -1,0 +1,118 @@
+"""Calibration of a small model: what it finds, and the file that it leaves."""
+
+from __future__ import annotations
+
+import logging
+import stat
+
+import numpy as np
+import pytest
+import tiny
+from kvcore import compress
+from kvcore.errors import Unsupported
+from kvcore.model import calibration, load
+from kvcore.pages import PageClass
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    fields = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 4}
+    fields |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
+    return tiny.make(tmp_path_factory.mktemp("calibrated") / "model", "LlamaConfig", **fields)
+
+
+@pytest.fixture
+def model(path, tmp_path):
+    return load(path, cache_dir=tmp_path)
+
+
+def test_statistics_fit_the_model_and_give_both_profiles(model):
+    found = calibration.calibrate(model, 32)
+    spec = model.page_spec(32)
+    heads = spec.num_layers * spec.num_kv_heads
+    assert found.spec == spec
+    assert found.key_weight.shape == (heads, 64) and (found.key_weight > 0).all()
+    assert found.value_weight.shape == (heads,) and (found.value_weight > 0).all()
+    for profile in ("balanced", "small"):
+        table = compress.profile_class(found, profile)
+        assert table.page_bytes <= compress.budget_bytes(spec, profile)
+
+
+def test_the_same_model_is_calibrated_to_the_same_table(model):
+    first, second = (calibration.calibrate(model) for _ in range(2))
+    assert np.array_equal(first.key_weight, second.key_weight)
+    tables = [compress.profile_class(s, "small") for s in (first, second)]
+    assert tables[0].digest == tables[1].digest
+
+
+def test_calibrated_once_then_read(model, tmp_path, monkeypatch):
+    first = model.kv_statistics()
+    files = list((tmp_path / "calibrations").iterdir())
+    assert len(files) == 1 and stat.S_IMODE(files[0].stat().st_mode) == 0o600
+    assert model.epoch[:32] in files[0].name
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: pytest.fail("calibrated again"))
+    assert np.array_equal(model.kv_statistics().key_weight, first.key_weight)
+
+
+@pytest.mark.parametrize("what", ["damaged", "of another model", "a link", "unreadable"])
+def test_a_file_that_is_not_right_is_replaced(model, tmp_path, monkeypatch, caplog, what):
+    first = model.kv_statistics()
+    file = next((tmp_path / "calibrations").iterdir())
+    text = file.read_text()
+    if what == "damaged":
+        file.write_text(text.replace("A", "B", 1) if "A" in text else text[1:])
+    elif what == "of another model":
+        file.write_text(first.to_json("0" * 64))
+    elif what == "a link":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    else:
+        file.write_bytes(b"\xff\xfe{")
+    with caplog.at_level(logging.WARNING):
+        again = model.kv_statistics()
+    assert "calibrated again" in caplog.text
+    assert np.array_equal(again.key_weight, first.key_weight)
+    assert not file.is_symlink() and file.read_text() == text
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(model, tmp_path):
+    (tmp_path / "calibrations").write_text("in the way")
+    assert model.kv_statistics().key_weight.size
+
+
+def test_a_model_without_room_for_three_pages_is_refused(model):
+    with pytest.raises(Unsupported, match="512 positions"):
+        calibration.calibrate(model, 512)
+
+
+def test_attention_weights_are_what_noise_does():
+    """First-order sums, against outputs under small random errors."""
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    tokens, rows, dim, page = 256, 8, 32, 64
+    k, v = (torch.randn(1, 1, tokens, dim, generator=generator) for _ in range(2))
+    q = 2 * torch.randn(rows, 2, dim, generator=generator)
+    weights = calibration.AttentionWeights(k, v, page, dim**-0.5)
+    positions = torch.full((rows,), tokens)
+    weights.measure(0, q, positions)
+
+    def outputs(keys, values):
+        p = (q.transpose(0, 1) @ keys[0, 0].T * dim**-0.5).softmax(-1)
+        return p @ values[0, 0]
+
+    exact, size = outputs(k, v), 1e-3
+    moved = {"k": 0.0, "v": 0.0}
+    for _ in range(200):
+        noise = size * torch.randn(1, 1, tokens, dim, generator=generator)
+        noise[:, :, :page] = 0
+        moved["k"] += float((outputs(k + noise, v) - exact).square().sum(-1).mean(1).sum()) / 200
+        relative = noise * v.square().mean(-1, keepdim=True).sqrt()
+        moved["v"] += float((outputs(k, v + relative) - exact).square().sum(-1).mean(1).sum()) / 200
+    assert float(weights.keys.sum()) * size**2 == pytest.approx(moved["k"], rel=0.1)
+    assert float(weights.values) * size**2 == pytest.approx(moved["v"], rel=0.1)
+
+
+def test_predicted_error_is_zero_where_nothing_is_compressed(model):
+    found = calibration.calibrate(model)
+    assert compress.predicted_error(PageClass.open(found.spec), found).sum() == 0
