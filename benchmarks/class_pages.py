@@ -55,7 +55,8 @@ class ClassPages:
                 at += block.size
             head_blocks[h] = HeadBlock(*offsets, FORMATS[k], FORMATS[v], 0, 0)
         self.page_bytes = -(-at // 64) * 64
-        self._memory = mmap.mmap(-1, self.page_bytes * num_pages + HUGE)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory gets no huge pages
+        self._memory = mmap.mmap(-1, self.page_bytes * num_pages + HUGE, flags=private)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         memory = np.frombuffer(self._memory, np.uint8)
         base = -memory.ctypes.data % 64

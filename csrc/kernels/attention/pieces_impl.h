@@ -95,6 +95,10 @@ inline bool read_in_place(Way way) { return way == Way::kInPlace || way == Way::
   }
 }
 
+// Codes of 3 and 4 bits take so much arithmetic a byte that the hardware's own reading ahead stops
+// in between; bytes of int8 and numbers are slower with it (measured).
+constexpr std::int64_t kCodesAhead = 6144;
+
 // Finds the pieces of the step of KV head h that starts at absolute token `start`.
 inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step& step) {
   const PagesView& pv = *u.pages;
@@ -130,6 +134,10 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
     p.v_way = way_of(cls, p.v_format);
     const bool in_place = read_in_place(p.k_way) && read_in_place(p.v_way);
     if (in_place && page != kStepTokens) reach(u, layer, h, p);
+    if (page == kStepTokens && (u.t1 - u.t0) * u.group <= kMaxRows) {
+      if (p.k_format == Format::kK4) p.k_ahead = kCodesAhead;
+      if (is_rotated(p.v_format)) p.v_ahead = kCodesAhead;
+    }
     step.in_place &= in_place;
     step.plain &= p.k_way == Way::kInPlace && p.v_way == Way::kInPlace;
     if (p.k_way == Way::kInPlace) p.k += in_page * pv.head_dim_k * bytes_of(p.k_format);
