@@ -327,6 +327,7 @@ class Sealer:
         self.page_bytes = page_class.run_bytes(1)
         self.step_pages = max(1, self.STEP_BYTES // pool.spec.page_bytes)
         self.sealed = self.refused = 0
+        self.under_way = False  # the last step made the queue shorter, not empty
         self._queue: deque[tuple[int, int]] = deque()
 
     @property
@@ -337,6 +338,11 @@ class Sealer:
     def add(self, pages: Iterable[int]) -> None:
         """Queues pages, all tokens of which are in place."""
         self._queue.extend((page, self.pool.generation(page)) for page in pages)
+
+    def step(self, busy: bool) -> None:
+        """A step's share of the queue; ``busy``: sequences decode, so keep it short."""
+        sealed = self.run(self.step_pages * (1 if busy else 8))
+        self.under_way = sealed > 0 and self.waiting > 0
 
     def run(self, max_pages: int) -> int:
         """Seals up to ``max_pages``; fewer when none are left or no bytes are free for one."""

@@ -82,8 +82,13 @@ class Pool(_core.pages.Pool):
         return PoolStats(*self._stats())
 
 
-def page_ids_for(page_class: PageClass, num_frames: int) -> int:
-    """How many page ids a pool of ``num_frames`` frames can use up, all pages in ``page_class``."""
+def page_ids_for(page_class: PageClass | None, num_frames: int) -> int:
+    """Page ids that a pool of ``num_frames`` frames can use up with all pages in ``page_class``.
+
+    None, for pages that stay open, gives 0: the pool's own number.
+    """
+    if page_class is None:
+        return 0
     return num_frames * max(
         page_class.spec.extent_pages, -(-page_class.spec.frame_bytes // page_class.run_bytes(1))
     )

@@ -44,8 +44,7 @@ def build_worker(
             f"kv_bytes is {config.kv_bytes}; allowed: at least one frame of {spec.frame_bytes}"
         )
     page_class = None if launch.role == "prefill" else profile_class(spec, config.kv_profile)
-    page_ids = page_ids_for(page_class, num_frames) if page_class else 0
-    pool = Pool(spec, num_frames, page_ids=page_ids)
+    pool = Pool(spec, num_frames, page_ids=page_ids_for(page_class, num_frames))
     memory = PageMemory(pool, deployment_secret(), page_class)
     threads = kernels.ThreadPool(config.threads, list(launch.cpus) or None)
     plan = kernels.AttentionPlan(

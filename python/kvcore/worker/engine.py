@@ -114,7 +114,8 @@ class Engine:
         """The rows of the next batch; what this brings about should be told before computing."""
         self.poll()
         self._check_deadlines()
-        self.memory.compress(decoding=bool(self.scheduler.running))
+        if self.memory.sealer:
+            self.memory.sealer.step(busy=bool(self.scheduler.running))
         rows = self.scheduler.schedule()
         for seq in self.scheduler.take_admitted():
             try:

@@ -33,7 +33,6 @@ class PageMemory:
         # Of one sequence, none of its pages sealed: what is preempted must fit again.
         self.capacity_tokens: int = pool.free_pages(self.unit_pages) * self.page_size
         self.owned_pages = 0  # of live sequences, shared ones once for each
-        self._sealing = False  # the queue got shorter and is not empty
         if page_class:
             self.num_frames = page_ids_for(page_class, self.num_frames) // pool.spec.extent_pages
 
@@ -73,7 +72,7 @@ class PageMemory:
         """``patient``: others decode, and may do so while the queue is sealed step by step."""
         hopeless = None
         while (short := pages - self.pool.free_pages(self.unit_pages)) > 0:
-            if patient and self._sealing:
+            if self.sealer and patient and self.sealer.under_way:
                 return False
             if self.sealer and self.sealer.run(short):
                 continue
@@ -90,12 +89,6 @@ class PageMemory:
         if self.sealer and whole > seq.num_filled:
             self.sealer.add(seq.pages[max(seq.num_filled, 1) : whole].tolist())
             seq.num_filled = whole
-
-    def compress(self, decoding: bool) -> None:
-        """Seals a part of the queue, between two steps; a small one while sequences decode."""
-        if self.sealer:
-            sealed = self.sealer.run(self.sealer.step_pages * (1 if decoding else 8))
-            self._sealing = sealed > 0 and self.sealer.waiting > 0
 
     def publish(self, seq: Sequence) -> None:
         """Makes the whole computed pages of ``seq`` findable."""
