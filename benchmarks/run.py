@@ -26,6 +26,7 @@ CASES = {
     "prefill_attention": "causal chunks over a long context, against the multiply-add peak",
     "encode": "pages into int8, fp8, k4, v4, v3 and back, against copying the same bytes",
     "op_overhead": "a call through torch.ops.kvcore, against an operator that does nothing",
+    "head_pages": "decoding over a ragged quarter of a sequence's tokens, and over the whole of it",
     "seal": "open pages of whole models into the compressed ones of each KV profile",
     "prefix_hit": "time to a first token over a cached document, against its rest alone",
     "prefix_lookup": "match and pin a cached prefix, microseconds",

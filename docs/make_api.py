@@ -23,6 +23,7 @@ MODULES = [
     "kvcore.prefix",
     "kvcore.kernels",
     "kvcore.compress",
+    "kvcore.head_pages",
     "kvcore.wire",
     "kvcore.transport",
     "kvcore.stream",

@@ -9,7 +9,8 @@
 //     bf16     K [P/TB][Dk/2][TB][2]                V per dim block: [P/2][DB][2]
 //     f16,f32  K [P/TB][Dk][TB]                     V per dim block: [P][DB]
 //   so QK reads tokens as lanes, PV reads dims as lanes, and both read strictly forward.
-// Invariants: offsets are int64 bytes; slices are 64 B aligned; frames 4 KiB aligned.
+// Invariants: offsets are int64 bytes; slices are 64 B aligned; frames 4 KiB, or 64 B where the
+// spec says so (private head pages).
 #pragma once
 
 #include <cstddef>

@@ -8,6 +8,7 @@ namespace py = pybind11;
 namespace kvcore::bindings {
 void bind_base(py::module_ m);
 void bind_compress(py::module_ m);
+void bind_head_pages(py::module_ m);
 void bind_keys(py::module_ m);
 void bind_kernels(py::module_ m);
 void bind_elementwise(py::module_ m);
@@ -35,6 +36,7 @@ PYBIND11_MODULE(_core, m) {
   bind_ops(m.def_submodule("ops"));
   bind_pages(m.def_submodule("pages"));
   bind_compress(m.def_submodule("compress"));
+  bind_head_pages(m.attr("compress"));
   bind_prefix(m.def_submodule("prefix"));
   bind_sched(m.def_submodule("sched"));
   bind_transport(m.def_submodule("transport"));

@@ -86,7 +86,7 @@ std::int64_t PageClass::slice_bytes(std::int32_t layer) const noexcept {
 std::int64_t PageClass::page_bytes() const noexcept { return slice_ends_.back(); }
 
 std::int64_t PageClass::run_bytes(std::int32_t num_pages) const noexcept {
-  return align_up(num_pages * page_bytes(), kFrameAlignBytes);
+  return align_up(num_pages * page_bytes(), spec_.options().align_bytes);
 }
 
 std::vector<LayerView> PageClass::layers(std::int32_t num_pages) const {

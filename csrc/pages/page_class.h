@@ -2,7 +2,7 @@
 // All pages of a class have the same bytes, so memory for a page is known before its data exist.
 //
 // A run = n consecutive pages of one sequence, layer-major: its layer l starts at
-// n * (bytes of the slices of layers before l). Slices are 64 B aligned, runs 4 KiB.
+// n * (bytes of the slices of layers before l). Slices are 64 B aligned, runs as the spec says.
 // Invariants: immutable after make(). Thread rules: a plain value. Units: bytes.
 #pragma once
 
@@ -37,7 +37,7 @@ class PageClass {
   bool is_open() const noexcept;  // nothing is compressed
   std::int64_t slice_bytes(std::int32_t layer) const noexcept;
   std::int64_t page_bytes() const noexcept;                      // all slices of one page
-  std::int64_t run_bytes(std::int32_t num_pages) const noexcept;  // 4 KiB aligned
+  std::int64_t run_bytes(std::int32_t num_pages) const noexcept;  // aligned as the spec says
   // The layers as kernels see them in runs of num_pages. Points into this object.
   std::vector<LayerView> layers(std::int32_t num_pages) const;
   // Canonical text of geometry and table, and its BLAKE2b-256: what peers and caches compare.

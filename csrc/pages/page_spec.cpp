@@ -41,6 +41,8 @@ Result<PageSpec> PageSpec::make(const PageSpecOptions& options) {
   KVCORE_RETURN_IF_ERROR(check_head_dim("head_dim_v", o.head_dim_v));
   if (o.page_size != 16 && o.page_size != 32 && o.page_size != 64 && o.page_size != 128)
     return invalid_argument(text("page_size=", o.page_size, " is not allowed: 16, 32, 64 or 128"));
+  if (o.align_bytes != kFrameAlignBytes && o.align_bytes != kSliceHeaderBytes)
+    return invalid_argument(text("align_bytes=", o.align_bytes, " is not allowed: 64 or 4096"));
   KVCORE_RETURN_IF_ERROR(check_range("extent_pages", o.extent_pages, 0, kMaxExtentPages));
   if (o.extent_pages == 0) {
     const std::int64_t slice = PageSpec(o).slice_bytes();
@@ -67,7 +69,7 @@ std::int64_t PageSpec::layer_stride_bytes() const noexcept {
   return o_.extent_pages * slice_bytes();
 }
 std::int64_t PageSpec::frame_bytes() const noexcept {
-  return align_up(o_.num_layers * layer_stride_bytes(), kFrameAlignBytes);
+  return align_up(o_.num_layers * layer_stride_bytes(), o_.align_bytes);
 }
 HeadBlock PageSpec::head_block(std::int32_t head) const noexcept {
   const std::int64_t k = kSliceHeaderBytes + head * head_block_bytes();
@@ -81,7 +83,8 @@ std::string PageSpec::describe() const {
   return text("layers=", o_.num_layers, " kv_heads=", o_.num_kv_heads,
               " head_dim_k=", o_.head_dim_k, " head_dim_v=", o_.head_dim_v,
               " page_size=", o_.page_size, " extent_pages=", o_.extent_pages, " format=", name_of(o_.format),
-              " layout=", o_.layout == LayoutId::kPacked ? "packed" : "canonical");
+              " layout=", o_.layout == LayoutId::kPacked ? "packed" : "canonical",
+              o_.align_bytes == kFrameAlignBytes ? "" : text(" align_bytes=", o_.align_bytes));
 }
 
 }  // namespace kvcore::pages

@@ -1,6 +1,6 @@
 // PageSpec: the geometry of one layer group's pages; every byte offset follows from it.
 // A frame = extent_pages consecutive pages of one sequence, layer-major inside:
-//   frame_bytes  = align(num_layers * extent_pages * slice_bytes, 4096)
+//   frame_bytes  = align(num_layers * extent_pages * slice_bytes, align_bytes)
 //   slice(p, l)  = frame + l * layer_stride_bytes + p * slice_bytes,  layer_stride = extent_pages *
 //   slice_bytes
 // Invariants: immutable after make(); all sizes int64 bytes. Thread rules: a plain value.
@@ -30,6 +30,9 @@ struct PageSpecOptions {
       0;  // 0 = smallest power of two whose run per layer is >= 128 KiB, at most 16
   Format format = Format::kBf16;
   LayoutId layout = LayoutId::kPacked;
+  // Of frames and of compressed runs: 4096, what files and peers want, or 64 for pages that never
+  // leave the process and are so small that rounding up would cost a part of them.
+  std::int32_t align_bytes = static_cast<std::int32_t>(kFrameAlignBytes);
 };
 
 class PageSpec {

@@ -5,7 +5,7 @@
 //
 // Invariants: free spans never touch or overlap; what was given minus what was taken is free.
 // Costs: logarithmic. Thread rules: none, the pool locks. Units: bytes, multiples of
-// kFrameAlignBytes.
+// the spec's align_bytes.
 #pragma once
 
 #include <array>

@@ -26,7 +26,18 @@ CPP_LAYERS["apps"] = {*CPP_LAYERS}
 CPP_LAYERS["bindings"] = {*CPP_LAYERS} - {"apps"}
 
 # Which packages of kvcore a Python module may import.
-THIN = {"pages", "keys", "prefix", "kernels", "compress", "wire", "transport", "stream", "sched"}
+THIN = {
+    "pages",
+    "keys",
+    "prefix",
+    "kernels",
+    "compress",
+    "head_pages",
+    "wire",
+    "transport",
+    "stream",
+    "sched",
+}
 FOUNDATION = {"errors", "config", "_core", "_version"}
 PYTHON_LAYERS: dict[str, set[str]] = {
     "errors": set(),

@@ -3,6 +3,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from kvcore._core.kernels import ThreadPool
 from kvcore._core.pages import PageClass, PageSpec, Pool
 
 def choose(
@@ -18,3 +19,81 @@ def seal_pages(pool: Pool, pages: Sequence[int], class_number: int) -> None:
     not owned and for numbers that cannot be encoded, OutOfPages where no run of bytes is free: that
     page and those behind it stay open.
     """
+
+class HeadPages:
+    """KV of a pruned sequence: pages and a length for each (layer, KV head), in a pool of
+    :func:`kvcore.head_pages.head_pool`; from nothing, or from ``compact``.
+
+    A call that fails changes nothing. Raises InvalidArgument for a pool of other pages and after
+    ``release``. When the object goes, its pages are released.
+    """
+
+    def __init__(self, pool: Pool, num_layers: int, num_kv_heads: int) -> None: ...
+    def grow(self, num_tokens: int) -> None:
+        """Makes room for new tokens in every head. Raises OutOfPages."""
+    def seal(self, class_numbers: Sequence[int]) -> int:
+        """Seals what has become full, but a head's first page, into class ``class_numbers[layer *
+        num_kv_heads + head]`` of the pool (0: stays open). Returns how many pages were sealed.
+
+        All tokens that ``grow`` counted have been appended, and no kernel reads the pages
+        meanwhile. A page with numbers that cannot be encoded stays open; without free bytes the
+        rest waits.
+        """
+    def release(self) -> None:
+        """Gives all pages back; the second time it does nothing."""
+    def pages(self, layer: int, head: int) -> list[int]: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def num_tokens(self) -> npt.NDArray[np.int64]:
+        """[num_layers, num_kv_heads]"""
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def released(self) -> bool: ...
+
+def compact(
+    pool: Pool,
+    pages: Sequence[int],
+    num_tokens: int,
+    positions: npt.NDArray[np.int32],
+    offsets: npt.NDArray[np.int64],
+    head_pool: Pool,
+) -> HeadPages: ...
+
+class HeadAttention:
+    def __init__(
+        self,
+        pool: Pool,
+        num_layers: int,
+        num_kv_heads: int,
+        num_q_heads: int,
+        scale: float = 0.0,
+        threads: ThreadPool | None = None,
+    ) -> None: ...
+    def prepare(self, sequences: Sequence[HeadPages], cu_seqlens_q: Sequence[int]) -> None: ...
+    def append_ptr(
+        self, layer: int, k_ptr: int, k_stride: int, v_ptr: int, v_stride: int, dtype: int
+    ) -> None: ...
+    def attend_ptr(
+        self,
+        layer: int,
+        q_ptr: int,
+        q_stride: int,
+        out_ptr: int,
+        out_stride: int,
+        lse_ptr: int,
+        dtype: int,
+    ) -> None: ...
+    @property
+    def num_seqs(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def num_q_heads(self) -> int: ...

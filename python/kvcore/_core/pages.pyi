@@ -8,8 +8,9 @@ from kvcore._core.base import FaultPlan
 class PageSpec:
     """Geometry of pages: layers, KV heads, head dims, tokens per page, number format, layout.
 
-    ``extent_pages`` 0 picks how many consecutive pages a frame has. Raises InvalidArgument naming
-    the field and what is allowed.
+    ``extent_pages`` 0 picks how many consecutive pages a frame has. ``align_bytes``, of frames and
+    compressed runs, is 4096, or 64 for small pages that stay in the process. Raises InvalidArgument
+    naming the field and what is allowed.
     """
 
     def __init__(
@@ -22,6 +23,7 @@ class PageSpec:
         extent_pages: int = 0,
         format: str = "bf16",
         layout: str = "packed",
+        align_bytes: int = 4096,
     ) -> None: ...
     @property
     def num_layers(self) -> int: ...
@@ -33,6 +35,8 @@ class PageSpec:
     def head_dim_v(self) -> int: ...
     @property
     def page_size(self) -> int: ...
+    @property
+    def align_bytes(self) -> int: ...
     @property
     def extent_pages(self) -> int: ...
     @property

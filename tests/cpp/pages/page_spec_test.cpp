@@ -46,6 +46,18 @@ TEST(PageSpec, UsablePrefixLeavesATokenToCompute) {
   }
 }
 
+TEST(PageSpec, SmallPagesOfOneProcessAreNotRoundedUp) {
+  PageSpecOptions o{.num_layers = 1, .num_kv_heads = 1, .head_dim_k = 64, .head_dim_v = 64};
+  o.extent_pages = 1;
+  EXPECT_EQ(PageSpec::make(o)->frame_bytes(), 20480);
+  EXPECT_EQ(PageSpec::make(o)->describe().find("align"), std::string::npos);
+  o.align_bytes = 64;
+  EXPECT_EQ(PageSpec::make(o)->frame_bytes(), 16384 + 64);
+  EXPECT_NE(PageSpec::make(o)->describe().find("align_bytes=64"), std::string::npos);
+  o.align_bytes = 512;
+  EXPECT_FALSE(PageSpec::make(o).ok());
+}
+
 TEST(BlockTable, FillsRowsAndRefusesLongOnes) {
   const std::vector<std::vector<std::int32_t>> rows = {{4, 5}, {6}};
   std::vector<std::int32_t> table(6, 99);

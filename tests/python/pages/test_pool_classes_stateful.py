@@ -19,10 +19,10 @@ picks = st.lists(st.integers(0, 99), min_size=1, max_size=4)
 
 
 class PoolClassesMachine(RuleBasedStateMachine):
-    @initialize(extent=st.sampled_from([1, 2, 4]))
-    def start(self, extent: int) -> None:
+    @initialize(extent=st.sampled_from([1, 2, 4]), align=st.sampled_from([64, 4096]))
+    def start(self, extent: int, align: int) -> None:
         self.extent = extent
-        self.spec = spec = PageSpec(2, 1, 64, page_size=64, extent_pages=extent)
+        self.spec = spec = PageSpec(2, 1, 64, page_size=64, extent_pages=extent, align_bytes=align)
         tables = [[[("k4", "v3")]] * 2, [[("int8", "int8")], [("k4", "v4")]]]
         self.classes = [PageClass(spec, table) for table in tables]
         self.pool = Pool(
