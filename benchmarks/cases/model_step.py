@@ -34,7 +34,9 @@ class Ours:
         pool = Pool(spec := self.model.page_spec(), KV_BYTES // spec.frame_bytes)
         config = self.model.config
         self.threads = kernels.ThreadPool(1)
-        plan = kernels.AttentionPlan(pool, config.num_q_heads, config.attention_scale, self.threads)
+        plan = kernels.AttentionPlan(
+            pool, config.num_q_heads, threads=self.threads, **config.attention_options
+        )
         self.engine = Engine(self.model, PageMemory(pool, b"secret"), plan)
         self.rng = random.Random(1)
         self.shared = self.tokens(SHARED)

@@ -56,9 +56,9 @@ std::unique_ptr<TensorPages> make_tensor_pages(std::vector<Address> k_layers, St
   const auto part = [](std::vector<Address>& layers, const Strides& strides, std::int64_t dim) {
     return kernels::TensorPart{std::move(layers), strides[0], strides[1], strides[2], dim};
   };
-  return unwrap(TensorPages::make(part(k_layers, k_strides, k_dim), part(v_layers, v_strides, v_dim),
-                                  num_blocks, num_kv_heads, page_size,
-                                  static_cast<Format>(dtype_of(dtype))));
+  return unwrap(TensorPages::make(part(k_layers, k_strides, k_dim),
+                                  part(v_layers, v_strides, v_dim), num_blocks, num_kv_heads,
+                                  page_size, static_cast<Format>(dtype_of(dtype))));
 }
 
 void prepare(AttentionPlan& plan, const py::array& cu_seqlens_q, const py::array& context_lens,
@@ -184,12 +184,14 @@ void bind_plan(py::module_& m) {
         return reinterpret_cast<Address>(&t.view());
       });
   py::class_<AttentionPlan, std::shared_ptr<AttentionPlan>>(m, "AttentionPlan")
-      .def(py::init([](Address view, std::int64_t num_q_heads, double scale, ThreadPool* threads) {
-             return std::shared_ptr<AttentionPlan>(
-                 unwrap(AttentionPlan::make(&view_at(view), num_q_heads, scale, threads)));
+      .def(py::init([](Address view, std::int64_t num_q_heads, double scale, ThreadPool* threads,
+                       std::vector<std::int64_t> windows, double soft_cap) {
+             return std::shared_ptr<AttentionPlan>(unwrap(AttentionPlan::make(
+                 &view_at(view), num_q_heads, scale, threads, {std::move(windows), soft_cap})));
            }),
            py::arg("view_address"), py::arg("num_q_heads"), py::arg("scale") = 0.0,
-           py::arg("threads") = py::none(), py::keep_alive<1, 5>())
+           py::arg("threads") = py::none(), py::arg("windows") = std::vector<std::int64_t>{},
+           py::arg("soft_cap") = 0.0, py::keep_alive<1, 5>())
       .def("prepare", &prepare, py::arg("cu_seqlens_q"), py::arg("context_lens"),
            py::arg("block_table"))
       .def("append_ptr", &append, py::arg("layer"), py::arg("k_ptr"), py::arg("k_stride"),

@@ -55,7 +55,8 @@ std::shared_ptr<kernels::AttentionPlan> plan_like(const kernels::AttentionPlan& 
     std::copy_n(plan.page_ids(s), (plan.context_len(s) + page - 1) / page,
                 table.begin() + s * max_pages);
   std::shared_ptr<kernels::AttentionPlan> copy =
-      unwrap(kernels::AttentionPlan::make(pages.view(), plan.num_q_heads(), plan.scale()));
+      unwrap(kernels::AttentionPlan::make(pages.view(), plan.num_q_heads(), plan.scale(),
+                                           nullptr, plan.options()));
   unwrap(copy->prepare({plan.num_seqs(), cu.data(), context.data(), table.data(), max_pages, max_pages}));
   return copy;
 }

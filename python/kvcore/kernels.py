@@ -302,9 +302,13 @@ class AttentionPlan(_core.kernels.AttentionPlan):
         num_q_heads: a multiple of the pool's KV heads (grouped-query attention).
         scale: softmax scale; None = 1 / sqrt(head_dim_k).
         threads: a :class:`ThreadPool`, or None for the calling thread alone.
+        window: sliding window in tokens, of all layers or one for each; a token at position p sees
+            positions above p - window, up to p. 0: all up to p.
+        soft_cap: c > 0 turns scaled scores s into c tanh(s / c); 0: they stay as they are.
 
-    A row's bits depend only on its query and its pages, not on the batch, the chunking, the page
-    size or the number of threads. One plan is used by one thread at a time; the GIL is released.
+    A row's bits depend only on its query and the pages it sees, not on the batch, the chunking, the
+    page size or the number of threads. Pages that no row's window reaches in any layer are not
+    touched. One plan is used by one thread at a time; the GIL is released.
     """
 
     def __init__(
@@ -313,10 +317,15 @@ class AttentionPlan(_core.kernels.AttentionPlan):
         num_q_heads: int,
         scale: float | None = None,
         threads: _core.kernels.ThreadPool | None = None,
+        window: int | Sequence[int] = 0,
+        soft_cap: float = 0.0,
     ) -> None:
         if scale is not None and not scale > 0:
             raise InvalidArgument(f"scale={scale} is out of range: allowed above 0")
-        super().__init__(pool.view_address, num_q_heads, scale or 0.0, threads)
+        windows = [window] if isinstance(window, int) else list(window)
+        super().__init__(
+            pool.view_address, num_q_heads, scale or 0.0, threads, windows, float(soft_cap)
+        )
         self.pool = pool
 
     def prepare(
@@ -328,7 +337,8 @@ class AttentionPlan(_core.kernels.AttentionPlan):
             cu_seqlens_q: int32 [num_seqs + 1], 0 first: new tokens of sequence s are rows
                 cu_seqlens_q[s] to cu_seqlens_q[s + 1].
             context_lens: int32 [num_seqs], tokens in KV, the new ones included.
-            block_table: int32 [num_seqs, max_pages] page ids, not read past the context.
+            block_table: int32 [num_seqs, max_pages] page ids, not read past the context nor before
+                the windows of all layers (freed pages there may be -1).
 
         Raises:
             InvalidArgument: names the entry, its value and the allowed range.

@@ -32,3 +32,16 @@ def test_merging_with_rows_that_saw_nothing_changes_no_bit(isa: str) -> None:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32)
+
+
+def test_window_that_excludes_all(isa: str) -> None:
+    """Rows before the sequence's first token, and rows whose window holds only themselves."""
+    shape = Shape(4, 2, 64, 64, 16, "bf16", num_layers=1, window=1)
+    batch = Batch(shape, [Sequence(1, 5, 8), Sequence(2, 0, 3), Sequence(3, 40, 2)])
+    batch.free_unseen()
+    out, lse = batch.attend()
+    empty = [0, 1, 2, 8, 9, 10]
+    assert (bits_of(out[empty]) == 0).all()
+    assert torch.isneginf(lse[empty]).all()
+    used = excess(out, lse, batch.expected(), fmt="bf16", dtype="bf16", head_dim=64, tokens=40)
+    assert max(used.values()) <= 1, used

@@ -70,7 +70,7 @@ def parts(
     page_class = profile_class(spec, profile)
     page_ids = page_ids_for(page_class, frames) if page_class else 0
     pool = Pool(spec, frames, huge_pages=False, page_ids=page_ids)
-    plan = kernels.AttentionPlan(pool, config.num_q_heads, config.attention_scale)
+    plan = kernels.AttentionPlan(pool, config.num_q_heads, **config.attention_options)
     return model, PageMemory(pool, page_class=page_class), plan
 
 

@@ -31,7 +31,8 @@ def test_api_md_is_for_people() -> None:
         assert text[0].isupper() or text[0] == "`", where
     calls = {name.split("(")[0]: name for name, _ in rows}
     assert calls["rope_ptr"].startswith("rope_ptr(x, x_stride, rotation")
-    assert calls["AttentionPlan"] == "AttentionPlan(pool, num_q_heads, scale=None, threads=None)"
+    want = "AttentionPlan(pool, num_q_heads, scale=None, threads=None, window=0, soft_cap=0.0)"
+    assert calls["AttentionPlan"] == want
 
 
 def test_architecture_says_which_rooms_are_planned() -> None:

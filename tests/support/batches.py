@@ -41,6 +41,8 @@ class Shape:
     layout: str = "packed"
     num_layers: int = 2
     extent_pages: int = 0
+    window: int = 0
+    soft_cap: float = 0.0
 
     @property
     def spec(self) -> pages.PageSpec:
@@ -210,7 +212,12 @@ class Batch:
     def plan(self, threads: kernels.ThreadPool | None = None) -> kernels.AttentionPlan:
         """A prepared plan over this batch."""
         plan = kernels.AttentionPlan(
-            self.pool, self.shape.num_q_heads, scale=self.shape.scale, threads=threads
+            self.pool,
+            self.shape.num_q_heads,
+            scale=self.shape.scale,
+            threads=threads,
+            window=self.shape.window,
+            soft_cap=self.shape.soft_cap,
         )
         plan.prepare(self.cu_seqlens_q, self.context_lens, self.block_table)
         return plan
@@ -252,7 +259,25 @@ class Batch:
             self.block_table,
             self.shape.scale,
             shift=shift,
+            window=self.shape.window,
+            soft_cap=self.shape.soft_cap,
         )
+
+    def first_seen(self, index: int) -> int:
+        """The first token that some row of a sequence sees."""
+        seq = self.sequences[index]
+        first = seq.context_len - seq.q_len + 1 - self.shape.window
+        return max(first, 0) if self.shape.window else 0
+
+    def free_unseen(self) -> None:
+        """What the windows have left behind goes: block table -1, every byte of its pages 0xff."""
+        for index in range(len(self.sequences)):
+            for column in range(self.first_seen(index) // self.shape.page_size):
+                page = int(self.block_table[index, column])
+                for layer in range(self.shape.num_layers):
+                    at = self.geometry.slice_offset(page, layer)
+                    self.arena[at : at + self.geometry.slice_bytes] = 0xFF
+                self.block_table[index, column] = -1
 
     def rows_of(self, index: int) -> slice:
         """Rows of one sequence."""

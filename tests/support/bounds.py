@@ -3,6 +3,7 @@
 With S = sum p|v|, W = sum (p v)^2, A = max scale * sum |q_d k_d| (all from the oracle, per row):
 
 scores   A sum of head_dim products in float32: its error is at most (head_dim + 4) * 2^-24 * A.
+         A soft cap c adds 3e-7 c, the error of its tanh.
          Where q (f32 or f16) must be rounded to bf16 for bf16 dot products, 2^-8 * A on top.
 weights  exp in float32, by polynomial: relative error below 2^-20.
          For bf16 pages weights are rounded to bf16 before the product with V: relative 2^-8.
@@ -51,6 +52,7 @@ def excess(
     dtype: str,
     head_dim: int,
     tokens: int,
+    soft_cap: float = 0.0,
 ) -> dict[str, float]:
     """Largest error in units of its bound, per bound; every value must be <= 1.
 
@@ -65,7 +67,7 @@ def excess(
     if empty.all():
         return {"worst": 0.0, "typical": 0.0, "lse": 0.0}
     assert np.isfinite(got).all() and np.isfinite(got_lse[~empty]).all(), "not finite"
-    scores = score_error(want, head_dim, fmt, dtype)[..., None]
+    scores = score_error(want, head_dim, fmt, dtype)[..., None] + 3e-7 * soft_cap
     weight, unit = weight_error(fmt, tokens), ref.UNIT_ROUNDOFF[dtype]
     error = np.abs(got - want.out)
     worst = (weight + 2 * scores) * want.weight_abs + unit * np.abs(want.out) + TINY

@@ -119,6 +119,13 @@ struct Walk {
   }
 };
 
+// The first page (or step, where that is more) of the unit's segments that some row sees.
+inline std::int64_t first_page(const AttendUnit& u) {
+  const std::int64_t begin = u.segment0 * kSegmentTokens;
+  const std::int64_t tokens = u.pages->page_size > kStepTokens ? u.pages->page_size : kStepTokens;
+  return u.first_seen <= begin ? begin : u.first_seen / tokens * tokens;
+}
+
 // The reads leave nothing else in L1, so the next step's addresses are looked up while this one
 // reads: looked up when needed, they would hold back the reads behind them. A new page also misses
 // the TLB, which its first lines find out early.
@@ -141,19 +148,20 @@ void attend_unit(const AttendUnit& whole) {
   for (float& one : g.ones) one = 1.f;
   load_queries(u);
   if (!partial) clear_total(scratch, rows, dv);
-  const std::int64_t begin = u.segment0 * kSegmentTokens;
+  const std::int64_t begin = first_page(u);
+  bool new_segment = true;
   Walk walk{begin, at_most(u.first_visible + u.t1 - 1, u.segment1 * kSegmentTokens), begin, u.h0};
   Step steps[2];
   if (walk.more()) locate(u, walk.h, walk.t, steps[0]);
   for (int i = 0; walk.more(); i = 1 - i) {
     const std::int64_t segment = walk.page / kSegmentTokens;
-    if (walk.page % kSegmentTokens == 0 && walk.t == walk.page && walk.h == u.h0) {
+    if (new_segment) {
       if (partial)
         scratch.segment =
             rows_from(u.partials, u.partial_row + (segment - u.segment0) * u.partial_rows, dv);
       clear_segment(scratch, rows, dv);
       no_rotated(u);
-      g.any_rotated = false;
+      g.any_rotated = new_segment = false;
     }
     walk.advance(u);
     if (walk.more()) look_ahead(u, walk, steps[1 - i]);
@@ -162,6 +170,7 @@ void attend_unit(const AttendUnit& whole) {
     if (g.any_rotated) turn_back(u);
     sum_lanes(scratch, rows);
     if (!partial) fold(scratch, 0, scratch.segment, rows, dv);
+    new_segment = true;
   }
   if (!partial) write_out(u);
 }

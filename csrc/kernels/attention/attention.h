@@ -1,15 +1,16 @@
 // AttentionPlan: paged attention of one batch, prepared once and run for every layer.
 //
-//   prepare(batch)             validates, copies what it needs of the batch and cuts it into work
-//   units append(layer, k, v)        writes the new tokens' K and V into their pages attend(layer,
-//   q, out, lse) causal attention of every new token over its sequence's pages
+//   prepare(batch)               validates, copies what it needs of the batch, cuts it into work
+//   units append(layer, k, v)          writes the new tokens' K and V into their pages
+//   attend(layer, q, out, lse)   causal attention of every new token over its sequence's pages
 //
 // Sequence s has q_len = cu_seqlens_q[s+1] - cu_seqlens_q[s] new tokens and context_lens[s] tokens
 // in KV, the new ones last: new token i is token context_len - q_len + i and sees all up to itself.
 // A token that sees nothing (q_len > context_len) gets out = 0 and lse = -inf.
 //
 // Row invariance: a row's bits depend only on its query and its pages, at a given instruction set
-// level: not on the batch, the chunking, the page size or the number of threads.
+// level: not on the batch, the chunking, the page size or the number of threads. With a window,
+// "its pages" are those that it sees.
 // Thread rules: one plan is used by one thread at a time; it runs on the ThreadPool it was made
 // with. The PagesView and the pool must outlive the plan. No memory is allocated after prepare().
 #pragma once
@@ -22,6 +23,7 @@
 #include "base/page_layout.h"
 #include "base/result.h"
 #include "base/thread_pool.h"
+#include "kernels/attention/schedule.h"
 #include "kernels/attention/unit.h"
 #include "kernels/layout/layout.h"
 
@@ -45,12 +47,21 @@ struct AttendArgs {
   DType dtype = DType::kBf16;  // of q and out, whatever the pages' format
 };
 
+struct PlanOptions {
+  // Sliding window, of all layers or of each: a token at position p sees (p - window, p]; 0, or no
+  // entry: all up to p. Pages that no row's window reaches in any layer are never touched, and
+  // their entries of the block table not looked at.
+  std::vector<std::int64_t> windows;
+  double soft_cap = 0;  // c: scaled scores s become c tanh(s / c); 0: they stay as they are
+};
+
 class AttentionPlan {
  public:
   // scale 0 = 1 / sqrt(head_dim_k). threads null = the calling thread alone.
   static Result<std::unique_ptr<AttentionPlan>> make(const PagesView* pages,
                                                      std::int64_t num_q_heads, double scale = 0,
-                                                     ThreadPool* threads = nullptr);
+                                                     ThreadPool* threads = nullptr,
+                                                     PlanOptions options = {});
 
   Status prepare(const BatchArgs& batch);
   Status append(std::int64_t layer, TokenRows k, TokenRows v, DType dtype);
@@ -62,43 +73,25 @@ class AttentionPlan {
   // The softmax scale; make() with it gives the same bits.
   double scale() const noexcept { return scale_log2_ / 1.4426950408889634; }
   const PagesView& pages() const noexcept { return *pages_; }
+  const PlanOptions& options() const noexcept { return options_; }
   // Of sequence s: tokens in KV, new tokens, and its page ids.
   std::int64_t context_len(std::int64_t s) const { return at(s).context_len; }
   std::int64_t q_len(std::int64_t s) const { return at(s).q_len; }
   const std::int32_t* page_ids(std::int64_t s) const { return page_ids_.data() + at(s).first_page; }
 
  private:
-  struct Sequence {
-    std::int64_t first_token, q_len, context_len;
-    std::int64_t first_page;  // in page_ids_
-  };
-  // A part of one sequence's rows, or of all rows that see the same pages. Cut along segments, several
-  // units share a fold.
-  struct Unit {
-    std::int64_t sequence;
-    std::int64_t t0, t1;
-    std::int32_t h0, h1;
-    std::int64_t segment0 = 0, segment1 = 0;
-    std::int64_t partial_row = -1;  // into partials; -1: the unit writes out itself
-    std::int64_t member = -1;       // t counts members_ from here: one token of each sequence
-    std::int64_t ref = -1;          // of a fold: into refs_, one a segment
-  };
   struct Call;
 
-  AttentionPlan(const PagesView* pages, std::int32_t num_q_heads, float scale, ThreadPool* threads);
+  AttentionPlan(const PagesView* pages, std::int32_t num_q_heads, float scale, ThreadPool* threads,
+                PlanOptions options);
   Status validate(const BatchArgs& batch) const;
   Status check_appendable(std::int64_t layer) const;
   void see_classes();
-  const Sequence& at(std::int64_t s) const { return sequences_[static_cast<std::size_t>(s)]; }
+  std::int64_t longest_window() const;
+  const PlanSequence& at(std::int64_t s) const { return sequences_[static_cast<std::size_t>(s)]; }
   int num_threads() const { return threads_ == nullptr ? 1 : threads_->num_threads(); }
-  void cut(std::int64_t s);
-  void add_unit(const Unit& unit, bool by_segment, std::int64_t shared_segments);
-  void find_shared();
-  void share(std::int64_t first, std::int64_t last, std::int64_t segment);
-  std::int64_t common_segments(std::int64_t a, std::int64_t b) const;
-  bool few_units() const;
   void reserve_scratch();
-  AttendUnit expand(const Unit& unit, const Call& call, const Scratch& scratch) const;
+  AttendUnit expand(const WorkUnit& unit, const Call& call, const Scratch& scratch) const;
   static void run_units(void* call, int thread);
   static void run_folds(void* call, int thread);
 
@@ -106,20 +99,16 @@ class AttentionPlan {
   std::int32_t num_q_heads_;
   std::int32_t group_;
   float scale_log2_;
+  PlanOptions options_;
   ThreadPool* threads_;
   std::int32_t classes_seen_ = 0;
   bool k_pairs_ = false, k_floats_ = false, k_words_ = false;
 
   std::int64_t num_tokens_ = 0;
-  std::vector<Sequence> sequences_;
+  std::vector<PlanSequence> sequences_;
   std::vector<std::int32_t> page_ids_;
-  std::vector<Unit> units_, folds_;
-  // Sequences of one new token each, ordered by their pages, so that equal prefixes are neighbours;
-  // the segments each has in common with the next; their tokens.
-  std::vector<std::int32_t> order_, common_, members_;
-  std::vector<std::vector<PartialRef>> shared_;  // of each sequence, its shared segments
-  std::vector<PartialRef> refs_;                 // of the folds
-  std::int64_t max_rows_ = 0, partial_rows_ = 0;
+  std::vector<Schedule> schedules_;  // one for each window
+  std::vector<std::size_t> layer_schedule_;
   std::vector<float> memory_;  // scratch of all threads, then partials
   std::vector<Scratch> scratch_;
   RowSums partials_{};

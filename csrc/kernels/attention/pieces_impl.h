@@ -99,6 +99,13 @@ inline bool read_in_place(Way way) { return way == Way::kInPlace || way == Way::
 // in between; bytes of int8 and numbers are slower with it (measured).
 constexpr std::int64_t kCodesAhead = 6144;
 
+// Where the step's first page begins that some row sees: those before may be free.
+inline std::int64_t first_piece(const AttendUnit& u, std::int64_t start) {
+  if (u.first_seen <= start) return 0;
+  const std::int64_t lanes = at_most(u.pages->page_size, kStepTokens);
+  return at_most((u.first_seen - start) / lanes * lanes, kStepTokens - lanes);
+}
+
 // Finds the pieces of the step of KV head h that starts at absolute token `start`.
 inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step& step) {
   const PagesView& pv = *u.pages;
@@ -109,7 +116,7 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
   step.p_pairs = step.p_floats = step.k_codes = step.v_codes = false;
   step.plain = step.in_place = true;
   const std::int64_t tokens = at_most(u.first_visible + u.t1 - 1 - start, kStepTokens);
-  for (std::int64_t i = 0; i < tokens;) {
+  for (std::int64_t i = first_piece(u, start); i < tokens;) {
     const std::int64_t in_page = (start + i) % page;
     const PageRecord& record = pv.records[u.block_row[(start + i) / page]];
     const ClassView& cls = pv.classes[record.class_id];

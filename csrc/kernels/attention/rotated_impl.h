@@ -61,8 +61,15 @@ inline void no_rotated(const AttendUnit& u) {
   for (std::int32_t h = u.h0; h < u.h1; ++h) u.scratch->rotated_from[h - u.h0] = kNoToken;
 }
 
+inline bool all_zero(const float* x, std::int64_t dim) {
+  F top = set1(0.f);
+  for (std::int64_t d = 0; d < dim; d += kW) top = vmax(vabs(load(x + d)), top);
+  return hmax(top) == 0.f;
+}
+
 // Adds the rotated sums of a finished segment to the others. Rows that have not seen any are left
-// alone, so that their bits do not depend on rows that have.
+// alone, so that their bits do not depend on rows that have (adding 0 would turn -0 around); a
+// window leaves such rows behind as well, whose sums are 0.
 [[gnu::noinline]] void turn_back(const AttendUnit& u) {
   const Scratch& s = *u.scratch;
   const std::int32_t dv = u.pages->head_dim_v;
@@ -75,6 +82,7 @@ inline void no_rotated(const AttendUnit& u) {
         const std::int64_t row = h * rows_of_head(u) + (t - u.t0) * u.group + g;
         float* x = s.rotated + row * dv;
         float* o = s.segment.o + row * dv;
+        if (u.window != 0 && all_zero(x, dv)) continue;
         hadamard_row(x, dv);
         for (std::int32_t d = 0; d < dv; d += kW) {
           const F back = as_float(as_int(factor) ^ load_int(kSigns.bits + d));

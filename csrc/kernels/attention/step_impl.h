@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/attention/code_step_impl.h"
+#include "kernels/attention/mask_impl.h"
 #include "kernels/attention/pieces_impl.h"
 #include "kernels/attention/rotated_impl.h"
 
@@ -28,14 +29,15 @@ inline const float* first_sums(const AttendUnit& u, const Step& step, std::int64
          row * u.pages->head_dim_v;
 }
 
-// scores[m][0..n) = q . k, in the pieces' own arithmetic; lanes from n on may hold anything.
-template <bool Plain>
-inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, int rows,
-                      std::int64_t n, Group& g) {
+// scores[m][seen] = q . k, in the pieces' own arithmetic; other lanes may hold anything.
+template <bool Plain, bool Window>
+inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, int rows, Seen seen,
+                      Group& g) {
   const std::int32_t dk = u.pages->head_dim_k, dv = u.pages->head_dim_v;
-  for (int i = 0; i < step.num_pieces && step.pieces[i].first < n; ++i) {
+  for (int i = 0; i < step.num_pieces && step.pieces[i].first < seen.to; ++i) {
     const Piece& p = step.pieces[i];
-    const int lanes16 = static_cast<int>((at_most(n - p.first, p.count) + 15) / 16);
+    if (Window && p.first + p.count <= seen.from) continue;
+    const int lanes16 = static_cast<int>((at_most(seen.to - p.first, p.count) + 15) / 16);
     const float* sums = Plain ? u.scratch->segment.o + row * dv : first_sums(u, step, row);
     const char* side = i == 0 ? reinterpret_cast<const char*>(sums) : nullptr;
     if (!Plain && p.k_way == Way::kCodes) {
@@ -66,31 +68,29 @@ inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, i
   }
 }
 
-// The greatest of a row's first n scores.
-template <bool Full>
-inline float maximum_of(const float* scores, std::int64_t n) {
+// The greatest of a row's scores.
+template <Mask kMask>
+inline float maximum_of(const float* scores, Seen seen) {
   const F lowest = set1(-__builtin_inff());
   F top = lowest;
 #pragma GCC unroll 16
-  for (int j = 0; j < kStepTokens / kW; ++j) {
-    F x = load(scores + j * kW);
-    if (!Full) x = first_n(static_cast<std::int32_t>(n) - j * kW, x, lowest);
-    top = vmax(top, x);
-  }
+  for (int j = 0; j < kStepTokens / kW; ++j)
+    top = vmax(top, masked<kMask>(load(scores + j * kW), j, seen, lowest));
   return hmax(top);
 }
 
 // Scores -> p, and the row's sums. g.alpha and g.base are set by now.
-template <bool Full>
+template <Mask kMask>
 inline void probabilities_of(const AttendUnit& u, const Step& step, std::int64_t row, int m,
-                             std::int64_t n, Group& g) {
+                             Seen seen, Group& g) {
   const F scale = set1(u.scale_log2), minus_base = set1(-g.base[m]);
   F sum = set1(0.f);
 #pragma GCC unroll 4
   for (int j = 0; j < kStepTokens / kW; ++j) {
     F e = set1(0.f);
-    if (Full || j * kW < n) e = exp2(fma(load(&g.scores[m][j * kW]), scale, minus_base));
-    if (!Full) e = first_n(static_cast<std::int32_t>(n) - j * kW, e, set1(0.f));
+    if (kMask == Mask::kNone || j * kW < seen.to)
+      e = exp2(fma(load(&g.scores[m][j * kW]), scale, minus_base));
+    e = masked<kMask>(e, j, seen, set1(0.f));
     sum = add(sum, e);
     if (step.p_pairs) store_bf16(reinterpret_cast<char*>(g.p_pairs[m]) + 2 * j * kW, e);
     if (step.p_floats) store(&g.p[m][j * kW], e);
@@ -102,13 +102,12 @@ inline void probabilities_of(const AttendUnit& u, const Step& step, std::int64_t
 // Online softmax of M rows. Their maxima stay in registers until all are in one vector: put
 // together through memory, the vector's load would wait for the stores, and so for all reads before
 // them.
-template <bool Full, int M>
-inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, std::int64_t n,
-                    Group& g) {
+template <Mask kMask, int M>
+inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, Seen seen, Group& g) {
   static_assert(M <= kW);
   float top[M], old[M];
 #pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) top[m] = maximum_of<Full>(g.scores[m], n);
+  for (int m = 0; m < M; ++m) top[m] = maximum_of<kMask>(g.scores[m], seen);
   float* running = u.scratch->segment.m + row;
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) old[m] = running[m];
@@ -117,18 +116,20 @@ inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, std
   store(g.base, base);
   store(g.alpha, exp2(sub(before, base)));  // exactly 1 where the maximum stays
 #pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) probabilities_of<Full>(u, step, row + m, m, n, g);
+  for (int m = 0; m < M; ++m) probabilities_of<kMask>(u, step, row + m, m, seen, g);
   store_first<M>(running, now);
 }
 
-template <int Limit = kMaxRows>
-inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, int rows,
-                    std::int64_t n, Group& g) {
+template <bool Window, int Limit = kMaxRows>
+inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, int rows, Seen seen,
+                    Group& g) {
   const auto full_or_not = [&]<int M>() {
-    if (n == kStepTokens)
-      softmax<true, M>(u, step, row, n, g);
+    if constexpr (Window)
+      softmax<Mask::kRange, M>(u, step, row, seen, g);
+    else if (seen.to == kStepTokens)
+      softmax<Mask::kNone, M>(u, step, row, seen, g);
     else
-      softmax<false, M>(u, step, row, n, g);
+      softmax<Mask::kBehind, M>(u, step, row, seen, g);
   };
   if constexpr (Limit == 6) {
     switch (rows) {
@@ -159,29 +160,33 @@ inline void rescale(float* sums, int rows, std::int32_t dim, const float* alpha)
   }
 }
 
-// o = alpha * o + p . V over the step's first n tokens, reading V forward; o is the rotated sums
-// for pieces whose V is rotated.
-template <bool Plain>
-inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, int rows,
-                      std::int64_t n, const Group& g) {
+// o = alpha * o + p . V over the tokens seen, reading V forward; o is the rotated sums for pieces
+// whose V is rotated. A window's first token is rounded down to 16, the smallest page: what is
+// multiplied by 0 then lies in a page that the row sees, whatever the page size and the other rows.
+template <bool Plain, bool Window>
+inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, int rows, Seen seen,
+                      const Group& g) {
+  const std::int64_t from = Window ? seen.from / 16 * 16 : 0;
   const std::int32_t dv = u.pages->head_dim_v;
   const Scratch& s = *u.scratch;
   float *o = s.segment.o + row * dv, *rotated = s.rotated + row * dv;
   const float *alpha_o = g.alpha, *alpha_rotated = g.alpha;
-  for (int i = 0; i < step.num_pieces && step.pieces[i].first < n; ++i) {
+  for (int i = 0; i < step.num_pieces && step.pieces[i].first < seen.to; ++i) {
     const Piece& p = step.pieces[i];
-    const std::int64_t tokens = at_most(n - p.first, p.count);
+    if (Window && p.first + p.count <= from) continue;
+    const std::int64_t skip = Window && from > p.first ? from - p.first : 0;
+    const std::int64_t tokens = at_most(seen.to - p.first, p.count) - skip;
     if (!Plain && p.v_way == Way::kCodes) {
       const bool turned = is_rotated(p.v_format);
       const float*& alpha = turned ? alpha_rotated : alpha_o;
-      code_values_of(u, p, rows, tokens, turned ? rotated : o, alpha, g.codes);
+      code_values_of(u, p, rows, tokens + skip, turned ? rotated : o, alpha, g.codes);
       alpha = g.ones;
       continue;
     }
     const bool pairs = takes_pairs(p.v_format);
     TileArgs t;
-    t.a = pairs ? static_cast<const void*>(&g.p_pairs[0][p.first / 2])
-                : static_cast<const void*>(&g.p[0][p.first]);
+    t.a = pairs ? static_cast<const void*>(&g.p_pairs[0][(p.first + skip) / 2])
+                : static_cast<const void*>(&g.p[0][p.first + skip]);
     t.a_stride = pairs ? kStepTokens * 2 : kStepTokens * 4;
     t.k = p.v_format == Format::kBf16 ? tokens / 2 : tokens;
     t.half_row = p.v_format == Format::kBf16 && tokens % 2 != 0;
@@ -192,10 +197,10 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
     t.side = nullptr;
     for (std::int32_t d = 0; d < dv; d += static_cast<std::int32_t>(kDimBlock)) {
       const std::int64_t dims = at_most(dv - d, kDimBlock);
-      t.b = p.v + (p.v_tokens * d + p.v_first * dims) * bytes_of(p.v_format);
+      t.b = p.v + (p.v_tokens * d + (p.v_first + skip) * dims) * bytes_of(p.v_format);
       t.b_stride = dims * (p.v_format == Format::kF16 ? 2 : 4);
       if (!Plain && p.v_row_bytes != 0) {
-        t.b = p.v + 4 * d;
+        t.b = p.v + 4 * d + skip * p.v_row_bytes;
         t.b_stride = p.v_row_bytes;
       }
       t.c = o + d;
@@ -212,38 +217,61 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
 // that the misses L1 can have in flight are all in use; more than that is slower (measured).
 constexpr int kLinesAhead = 28;
 
-// Rows [row, row + count) that see the step's first n tokens, in near-equal groups.
-template <bool Plain>
+// Rows [row, row + count) that see these tokens of the step, in near-equal groups. Window: not the
+// step's first ones.
+template <bool Plain, bool Window = false>
 inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, std::int64_t count,
-                     std::int64_t n, Group& g) {
+                     Seen seen, Group& g) {
   const std::int64_t groups = (count + kMaxRows - 1) / kMaxRows;
   for (std::int64_t left = groups; left > 0; --left) {
     const int rows = static_cast<int>((count + left - 1) / left);
     for (int m = 0; m < rows; ++m) __builtin_prefetch(u.scratch->l_lanes + (row + m) * kMaxLanes);
     __builtin_prefetch(u.scratch->segment.m + row);
-    scores_of<Plain>(u, step, row, rows, n, g);
+    scores_of<Plain, Window>(u, step, row, rows, seen, g);
+    if (u.cap_log2 != 0.f) cap_scores(u.cap_log2, g.scores, rows);
     if (left == groups) {  // the others find V in a cache
       for (int i = 0; i < kLinesAhead; ++i) __builtin_prefetch(step.pieces[0].v + 64 * i);
       if (!Plain && step.v_codes) load_token_scales(u, step, g.code_step);
     }
-    softmax(u, step, row, rows, n, g);
+    softmax<Window>(u, step, row, rows, seen, g);
     if (!Plain && step.v_codes) load_code_weights(g.p, rows, g.code_step, g.codes);
-    values_of<Plain>(u, step, row, rows, n, g);
+    values_of<Plain, Window>(u, step, row, rows, seen, g);
     row += rows;
     count -= rows;
   }
 }
 
-// Rows that see all of the step go in full groups; rows of tokens inside the causal edge go token
-// by token, so that what a row cannot see is never multiplied, not even by 0.
+// The rows of tokens [t, end), token by token, some of whose windows begin inside the step.
+[[gnu::noinline]] void run_window_edge(const AttendUnit& u, const Step& step, std::int64_t base,
+                                       std::int64_t t, std::int64_t end, Group& g) {
+  for (; t < end; ++t) {
+    const std::int64_t to = u.first_visible + t - step.start, from = to - u.window;
+    run_rows<false, true>(u, step, base + t * u.group, u.group,
+                          {from > 0 ? from : 0, at_most(to, kStepTokens)}, g);
+  }
+}
+
+// Rows that see all of the step go in full groups; rows of tokens inside the causal edge, or whose
+// window begins inside the step, go token by token, so that what a row cannot see is never
+// multiplied, not even by 0 (but see values_of).
 template <bool Plain>
 void run_tokens(const AttendUnit& u, const Step& step, Group& g) {
   const std::int64_t base = (step.head - u.h0) * (u.t1 - u.t0) * u.group - u.t0 * u.group;
-  std::int64_t t = u.t0;
+  std::int64_t t = u.t0, end = u.t1;
   if (u.first_visible + t <= step.start) t = step.start - u.first_visible + 1;
-  for (; t < u.t1 && u.first_visible + t - step.start < kStepTokens; ++t)
-    run_rows<Plain>(u, step, base + t * u.group, u.group, u.first_visible + t - step.start, g);
-  if (t < u.t1) run_rows<Plain>(u, step, base + t * u.group, (u.t1 - t) * u.group, kStepTokens, g);
+  if (u.window != 0) {  // up to `whole` windows begin at or before the step, up to `end` inside it
+    const std::int64_t whole = step.start - u.first_visible + u.window + 1;
+    end = at_most(end, whole + kStepTokens - 1);
+    if (whole < end) {
+      const std::int64_t edge = whole > t ? whole : t;
+      run_window_edge(u, step, base, edge, end, g);
+      end = edge;
+    }
+  }
+  for (; t < end && u.first_visible + t - step.start < kStepTokens; ++t)
+    run_rows<Plain>(u, step, base + t * u.group, u.group, {0, u.first_visible + t - step.start}, g);
+  if (t < end)
+    run_rows<Plain>(u, step, base + t * u.group, (end - t) * u.group, {0, kStepTokens}, g);
 }
 
 [[gnu::noinline]] void run_mixed_step(const AttendUnit& u, Step& step, Group& g) {

@@ -79,7 +79,11 @@ struct AttendUnit {
   std::int32_t h0, h1;
   std::int64_t first_visible;  // tokens that token 0 of the sequence sees; may be <= 0
   std::int64_t segment0, segment1;
-  float scale_log2;                 // softmax scale times log2(e)
+  std::int64_t window;      // tokens that a row sees, its own the last; 0: all up to its own
+  std::int64_t first_seen;  // the first token that some row sees; pages before it may be gone
+  // Scores times scale_log2 are in base 2. With a soft cap c: tanh of the score is, which
+  // cap_log2 = 2 scale log2(e) / c brings about, and scale_log2 is c log2(e).
+  float scale_log2, cap_log2;
   bool k_pairs, k_floats, k_words;  // which forms of q the pages' K formats may ask for
   // o null: fold the segments and write out. Otherwise attend_unit leaves one RowSums a segment
   // from partial_row on, each partial_rows apart, and fold_unit reads those of refs [segments].

@@ -33,6 +33,8 @@ class AttentionPlan:
         num_q_heads: int,
         scale: float = 0.0,
         threads: ThreadPool | None = None,
+        windows: list[int] = [],
+        soft_cap: float = 0.0,
     ) -> None: ...
     def prepare(
         self, cu_seqlens_q: npt.ArrayLike, context_lens: npt.ArrayLike, block_table: npt.ArrayLike

@@ -63,7 +63,7 @@ class PagedRun:
         self.pool = Pool(spec, frames, huge_pages=False)
         self.table = self.pool.alloc(pages)[:pages]
         config = model.config
-        self.plan = kernels.AttentionPlan(self.pool, config.num_q_heads, config.attention_scale)
+        self.plan = kernels.AttentionPlan(self.pool, config.num_q_heads, **config.attention_options)
         self.watch: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None = None
         self._code = kernels.DTYPE_CODES[model.dtype]
 

@@ -28,7 +28,11 @@ _ALIBI_TYPES = ("bloom", "mpt", "jais2")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Geometry and limits of a loaded model; lengths in tokens."""
+    """Geometry and limits of a loaded model; lengths in tokens.
+
+    ``windows``: sliding window of each layer, 0 where a layer sees everything (pages of tokens that
+    no window reaches any more stay held all the same). ``soft_cap``: of the scores; 0: none.
+    """
 
     model_type: str
     num_layers: int
@@ -43,6 +47,13 @@ class ModelConfig:
     rope: str
     eos_ids: tuple[int, ...]
     bos_id: int | None
+    windows: tuple[int, ...] = ()
+    soft_cap: float = 0.0
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """What :class:`kvcore.kernels.AttentionPlan` has to know beside heads and pages."""
+        return {"scale": self.attention_scale, "window": self.windows, "soft_cap": self.soft_cap}
 
 
 def read_hf_config(path: Path) -> Any:
@@ -84,31 +95,28 @@ def refusal(hf_config: Any, max_context: int | None = None) -> str | None:
         return "attention is not causal"
     if get("alibi", False) or get("model_type") in _ALIBI_TYPES:
         return "ALiBi adds a bias to the attention scores"
-    if get("attn_logit_softcapping"):
-        return "attention scores are soft-capped"
     rope = str(rope_parameters(hf_config).get("rope_type", "default"))
     if rope not in _STATELESS_ROPE:
         return f"rope type {rope!r} depends on the sequence length (allowed: {_STATELESS_ROPE})"
-    return _window_refusal(hf_config, kinds, max_context)
+    chunk, context = get("attention_chunk_size"), context_length(hf_config, max_context)
+    if "chunked_attention" in kinds and chunk and chunk < context:
+        return (
+            f"attention in chunks of {chunk} tokens is not supported "
+            f"(the context is {context}; a context of at most {chunk} would be)"
+        )
+    return None
 
 
-def _window_refusal(hf_config: Any, kinds: set[str], max_context: int | None) -> str | None:
-    """A window at least as long as the context hides nothing and is allowed."""
+def layer_windows(hf_config: Any, max_context: int | None = None) -> tuple[int, ...]:
+    """Sliding window of each layer; 0 where there is none, or none shorter than the context."""
     window = getattr(hf_config, "sliding_window", None)
-    if "chunked_attention" in kinds:
-        window = getattr(hf_config, "attention_chunk_size", None)
-    in_use = (
-        bool(kinds - {"full_attention"})
-        if kinds
-        else getattr(hf_config, "use_sliding_window", True)
-    )
-    context = context_length(hf_config, max_context)
-    if not window or not in_use or window >= context:
-        return None
-    return (
-        f"sliding window attention of {window} tokens is not supported "
-        f"(the context is {context}; a context of at most {window} would be)"
-    )
+    layers = int(hf_config.num_hidden_layers)
+    kinds = list(getattr(hf_config, "layer_types", None) or [])
+    if not kinds and getattr(hf_config, "use_sliding_window", True):
+        kinds = ["sliding_attention"] * layers
+    if not kinds or not window or window >= context_length(hf_config, max_context):
+        return (0,) * layers
+    return tuple(int(window) if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def context_length(hf_config: Any, max_context: int | None = None) -> int:
@@ -129,6 +137,7 @@ def model_config(
     head_dim: int,
     head_dim_v: int,
     attention_scale: float,
+    soft_cap: float = 0.0,
     max_context: int | None = None,
 ) -> ModelConfig:
     """Fill a ``ModelConfig``; the attention geometry is the caller's, who knows the weights."""
@@ -147,6 +156,8 @@ def model_config(
         rope=json.dumps({k: v for k, v in sorted(rope.items()) if v is not None}),
         eos_ids=_eos_ids(hf_config, path),
         bos_id=_first_int(getattr(hf_config, "bos_token_id", None)),
+        windows=layer_windows(hf_config, max_context),
+        soft_cap=soft_cap,
     )
 
 

@@ -26,7 +26,7 @@ ATTENTION_NAME = "kvcore"
 # Relative root mean square of the logits' difference that the trial accepts.
 _TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 # Arguments of other models' attention that change the scores in ways pages do not express.
-_SCORE_CHANGES = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "alibi")
+_SCORE_CHANGES = ("s_aux", "sinks", "position_bias", "head_mask", "alibi")
 _step = threading.local()
 
 
@@ -37,6 +37,8 @@ class _Observed:
     layers: list[int] = field(default_factory=list)
     geometries: set[tuple[int, int, int, int]] = field(default_factory=set)
     scales: set[float] = field(default_factory=set)
+    soft_caps: set[float] = field(default_factory=set)
+    windows: dict[int, int] = field(default_factory=dict)  # of each layer; 0: none
 
 
 def _attention(
@@ -52,8 +54,11 @@ def _attention(
     observed: _Observed | None = getattr(_step, "observed", None)
     layer = getattr(module, "layer_idx", None)
     if observed is not None:
-        _check_call(module, layer, attention_mask, kwargs, _step.max_position)
+        _check_call(module, layer, attention_mask, kwargs)
         observed.layers.append(int(layer or 0))
+        window = int(kwargs.get("sliding_window") or 0)
+        observed.windows[int(layer or 0)] = window if window < _step.max_position else 0
+        observed.soft_caps.add(float(kwargs.get("softcap") or 0.0))
         heads, dim = query.shape[1], query.shape[3]
         observed.geometries.add((heads, key.shape[1], dim, value.shape[3]))
         observed.scales.add(float(scaling if scaling is not None else dim**-0.5))
@@ -62,9 +67,7 @@ def _attention(
     return out.view(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def _check_call(
-    module: Any, layer: Any, mask: Tensor | None, kwargs: dict[str, Any], max_position: int
-) -> None:
+def _check_call(module: Any, layer: Any, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     if layer is None:
         raise Unsupported("its attention has no layer_idx")
     if mask is not None:
@@ -74,9 +77,6 @@ def _check_call(
     for name in _SCORE_CHANGES:
         if kwargs.get(name) is not None or isinstance(getattr(module, name, None), Tensor):
             raise Unsupported(f"attention scores are changed by {name}")
-    window = kwargs.get("sliding_window")
-    if window and window < max_position:
-        raise Unsupported(f"sliding window attention of {window} tokens (context {max_position})")
 
 
 def _register() -> None:
@@ -106,20 +106,24 @@ class TransformersDecoder:
         self._takes_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self.dtype = dtype
         max_position = context_length(hf_config, max_context)
-        heads, kv_heads, head_dim, head_dim_v, scale = self._try(hf_config, max_position)
+        observed = self._try(hf_config, max_position)
+        heads, kv_heads, head_dim, head_dim_v = observed.geometries.pop()
         self.config: ModelConfig = model_config(
             hf_config,
             path,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             head_dim_v=head_dim_v,
-            attention_scale=scale,
+            attention_scale=observed.scales.pop(),
+            soft_cap=observed.soft_caps.pop(),
             max_context=max_context,
         )
         if heads != self.config.num_q_heads:
             raise Unsupported(
                 f"attention has {heads} query heads, not {self.config.num_q_heads} as configured"
             )
+        if tuple(observed.windows[i] for i in sorted(observed.windows)) != self.config.windows:
+            raise Unsupported("its layers' sliding windows are not those of its configuration")
 
     @torch.inference_mode()
     def forward(
@@ -147,7 +151,7 @@ class TransformersDecoder:
         return (logits if self._takes_rows else logits.index_select(0, rows)).float()
 
     @torch.inference_mode()
-    def _try(self, hf_config: Any, max_position: int) -> tuple[int, int, int, int, float]:
+    def _try(self, hf_config: Any, max_position: int) -> _Observed:
         """Two sequences in two mixed steps against the model's own attention, one by one."""
         vocab, layers = int(hf_config.vocab_size), int(hf_config.num_hidden_layers)
         lengths = [min(9, max_position), min(6, max_position)]
@@ -164,8 +168,8 @@ class TransformersDecoder:
             _step.observed = None
         if observed.layers != [*range(layers), *range(layers)]:
             raise Unsupported("not every layer attends once, in order, through AttentionInterface")
-        if len(observed.geometries) != 1 or len(observed.scales) != 1:
-            raise Unsupported("its layers differ in head counts, head sizes or attention scale")
+        if not len(observed.geometries) == len(observed.scales) == len(observed.soft_caps) == 1:
+            raise Unsupported("its layers differ in head counts, head sizes, scale or soft cap")
         expected = torch.cat(own)
         error = float((got - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
         if not error <= _TRIAL_TOLERANCE[self.dtype]:
@@ -173,7 +177,7 @@ class TransformersDecoder:
                 f"with attention over pages it differs from its own attention (relative error "
                 f"{error:.2g}, allowed {_TRIAL_TOLERANCE[self.dtype]:.2g})"
             )
-        return (*observed.geometries.pop(), observed.scales.pop())
+        return observed
 
     def _mixed_steps(self, texts: list[Tensor]) -> Tensor:
         """Logits of all rows: most tokens of each text in one step, the rest in another."""
@@ -204,7 +208,9 @@ class _TrialMemory:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []
         parts = zip(*(torch.split(x, self.counts) for x in (q, k, v)), strict=True)
-        scale = next(iter(_step.observed.scales))
+        observed: _Observed = _step.observed
+        scale, cap = next(iter(observed.scales)), next(iter(observed.soft_caps))
+        window = observed.windows[layer]
         for sequence, (qs, ks, vs) in enumerate(parts):
             if (layer, sequence) in self._held:
                 old_k, old_v = self._held[layer, sequence]
@@ -213,8 +219,11 @@ class _TrialMemory:
             groups = q.shape[1] // k.shape[1]
             keys, values = (x.float().repeat_interleave(groups, 1) for x in (ks, vs))
             scores = torch.einsum("tgd,ngd->gtn", qs.float(), keys) * scale
+            scores = cap * torch.tanh(scores / cap) if cap else scores
             ahead = len(ks) - len(qs) + 1
             hidden = torch.ones(len(qs), len(ks), dtype=torch.bool).triu(ahead)
+            if window:
+                hidden |= torch.ones_like(hidden).tril(ahead - 1 - window)
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             outs.append(torch.einsum("gtn,ngd->tgd", weights, values).flatten(1))
         return torch.cat(outs).to(q.dtype)

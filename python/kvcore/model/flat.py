@@ -58,6 +58,8 @@ class FlatDecoder:
         """
         if hf_config.hidden_act != "silu":
             raise Unsupported(f"hidden_act {hf_config.hidden_act!r} (allowed: silu)")
+        if getattr(hf_config, "attn_logit_softcapping", None):
+            raise Unsupported("soft-capped attention scores")
         heads, hidden = int(hf_config.num_attention_heads), int(hf_config.hidden_size)
         head_dim = int(getattr(hf_config, "head_dim", None) or hidden // heads)
         rope = rope_config(hf_config)

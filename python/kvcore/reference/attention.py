@@ -35,7 +35,14 @@ class Attention(NamedTuple):
 
 
 def attention(
-    q: Array, k: Array, v: Array, positions: NDArray[np.int64], scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: NDArray[np.int64],
+    scale: float,
+    *,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> Attention:
     """Attention of rows over the tokens of one sequence.
 
@@ -44,6 +51,8 @@ def attention(
             head h // (Hq // H).
         positions: int64 [T]; row t sees tokens 0 .. positions[t]; negative sees none.
         scale: factor on the scores.
+        window: row t sees tokens above positions[t] - window only; 0: from token 0 on.
+        soft_cap: c > 0 turns scaled scores s into c tanh(s / c).
     Returns:
         :class:`Attention`.
     """
@@ -57,20 +66,24 @@ def attention(
     out = np.zeros((*shape, dim_v))
     weight_abs, weight_square = np.zeros_like(out), np.zeros_like(out)
     lse, score_abs = np.full(shape, -np.inf), np.zeros(shape)
-    seen = np.minimum(np.asarray(positions, np.int64) + 1, context)
-    for row, count in enumerate(seen.tolist()):
-        if count <= 0:
+    ends = np.asarray(positions, np.int64) + 1
+    starts = np.maximum(ends - window, 0) if window else np.zeros_like(ends)
+    for row, (start, end) in enumerate(zip(starts, np.minimum(ends, context), strict=True)):
+        seen = slice(start, end)
+        if end <= start:
             continue
-        scores = scale * (q[row] @ keys[:, :, :count])  # [H, G, count]
+        scores = scale * (q[row] @ keys[:, :, seen])  # [H, G, count]
+        if soft_cap:
+            scores = soft_cap * np.tanh(scores / soft_cap)
         top = scores.max(axis=2, keepdims=True)
         weights = np.exp(scores - top)
         total = weights.sum(axis=2, keepdims=True)
         p = weights / total
-        out[row] = p @ values[:, :count]
+        out[row] = p @ values[:, seen]
         lse[row] = (top + np.log(total))[..., 0]
-        weight_abs[row] = p @ value_sizes[:, :count]
-        weight_square[row] = (p * p) @ value_squares[:, :count]
-        score_abs[row] = scale * (np.abs(q[row]) @ key_sizes[:, :, :count]).max(axis=2)
+        weight_abs[row] = p @ value_sizes[:, seen]
+        weight_square[row] = (p * p) @ value_squares[:, seen]
+        score_abs[row] = scale * (np.abs(q[row]) @ key_sizes[:, :, seen]).max(axis=2)
     flat = (rows, num_q_heads)
     wide = (*flat, dim_v)
     return Attention(
@@ -93,6 +106,8 @@ def paged_attention(
     scale: float,
     *,
     shift: int = 0,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> Attention:
     """Causal attention of a batch over pages.
 
@@ -104,15 +119,21 @@ def paged_attention(
         scale: factor on the scores.
         shift: added to every row's position. 0 is right; +1 and -1 are the classic mistakes of one,
             there so that tests can show that they would notice them.
+        window, soft_cap: see :func:`attention`. Pages that no row sees are not read.
     Returns:
         :class:`Attention` over all rows.
     """
     parts = []
     for seq, context in enumerate(np.asarray(context_lens).tolist()):
         first, last = int(cu_seqlens_q[seq]), int(cu_seqlens_q[seq + 1])
-        k, v = gather(arena, geo, layer, block_table[seq], context)
         positions = context - (last - first) + np.arange(last - first) + shift
-        parts.append(attention(q[first:last], k, v, positions, scale))
+        unseen = max(context - (last - first) + shift + 1 - window, 0) if window else 0
+        pages = np.array(block_table[seq])
+        first_page = min(unseen // geo.page_size, max(len(pages) - 1, 0))
+        pages[:first_page] = pages[first_page:][:1]  # not read: any that is there
+        k, v = gather(arena, geo, layer, pages, context)
+        rows = q[first:last]
+        parts.append(attention(rows, k, v, positions, scale, window=window, soft_cap=soft_cap))
     return Attention(*(np.concatenate(field) for field in zip(*parts, strict=True)))
 
 

@@ -48,7 +48,7 @@ def build_worker(
     memory = PageMemory(pool, deployment_secret(), page_class)
     threads = kernels.ThreadPool(config.threads, list(launch.cpus) or None)
     plan = kernels.AttentionPlan(
-        pool, loaded.config.num_q_heads, loaded.config.attention_scale, threads
+        pool, loaded.config.num_q_heads, threads=threads, **loaded.config.attention_options
     )
     options: dict[str, Any] = {
         "token_budget": config.token_budget,

@@ -45,7 +45,8 @@ class TestPages {
       offset += std::int64_t{s.page_size} * s.head_dim_v * size_of(s.v_format);
     }
     const std::int64_t slice = (offset + 63) / 64 * 64;
-    for (std::int32_t l = 0; l < s.layers; ++l) layers_.push_back({l * slice, slice, heads_.data()});
+    for (std::int32_t l = 0; l < s.layers; ++l)
+      layers_.push_back({l * slice, slice, heads_.data()});
     class_ = {layers_.data(), s.layout, true};
     memory_.resize(static_cast<std::size_t>(slice * s.layers * num_pages + 64));
     base_ = memory_.data() + (64 - reinterpret_cast<std::uintptr_t>(memory_.data()) % 64) % 64;
@@ -66,8 +67,8 @@ class TestPages {
     for (const PageRecord& r : records_)
       for (std::int32_t layer = 0; layer < shape_.layers; ++layer)
         for (const HeadBlock& h : heads_) {
-          char* slice =
-              reinterpret_cast<char*>(base_) + r.offset_bytes + layers_[static_cast<std::size_t>(layer)].run_bytes;
+          char* slice = reinterpret_cast<char*>(base_) + r.offset_bytes +
+                        layers_[static_cast<std::size_t>(layer)].run_bytes;
           fill_block(slice + h.k_offset_bytes, h.k_format, shape_.head_dim_k, value);
           fill_block(slice + h.v_offset_bytes, h.v_format, shape_.head_dim_v, value);
         }
@@ -158,10 +159,11 @@ struct Item {
   std::int64_t q_len, context;
 };
 
-// Attends a batch at layer 1; q rows are the items' in order.
+// Attends a batch at layer 1; q rows are the items' in order. The block table has no pages for what
+// the window leaves behind.
 template <class Pages>
 Output attend(const Pages& pages, std::int32_t q_heads, const std::vector<Item>& items,
-              const Tensor& q, ThreadPool* threads = nullptr) {
+              const Tensor& q, ThreadPool* threads = nullptr, const PlanOptions& options = {}) {
   const PagesView& p = pages.view();
   std::vector<std::int32_t> cu{0}, contexts;
   std::size_t max_pages = 1;
@@ -172,8 +174,12 @@ Output attend(const Pages& pages, std::int32_t q_heads, const std::vector<Item>&
     contexts.push_back(static_cast<std::int32_t>(items[i].context));
     std::copy(items[i].sequence->pages.begin(), items[i].sequence->pages.end(),
               table.begin() + static_cast<std::ptrdiff_t>(i * max_pages));
+    const std::int64_t window = options.windows.empty() ? 0 : options.windows[0];
+    const std::int64_t gone =
+        window == 0 ? 0 : std::max<std::int64_t>(0, items[i].context - items[i].q_len + 1 - window);
+    std::fill_n(table.begin() + static_cast<std::ptrdiff_t>(i * max_pages), gone / p.page_size, -1);
   }
-  auto plan = AttentionPlan::make(&p, q_heads, 0, threads);
+  auto plan = AttentionPlan::make(&p, q_heads, 0, threads, options);
   EXPECT_TRUE(plan.ok()) << plan.error().message;
   const auto width = static_cast<std::int64_t>(max_pages);
   Status status = (*plan)->prepare({static_cast<std::int64_t>(items.size()), cu.data(),
@@ -200,7 +206,8 @@ struct Errors {
 
 // Largest differences from a plain double-precision loop over the values as stored.
 inline Errors compare(const PagesView& p, std::int32_t q_heads, const Item& item, const Tensor& q,
-                      const Output& got, std::int64_t first_row = 0) {
+                      const Output& got, std::int64_t first_row = 0, std::int64_t window = 0,
+                      double cap = 0) {
   Errors e;
   const std::int64_t group = q_heads / p.num_kv_heads, dk = p.head_dim_k, dv = p.head_dim_v;
   for (std::int64_t i = 0; i < item.q_len; ++i)
@@ -208,11 +215,13 @@ inline Errors compare(const PagesView& p, std::int32_t q_heads, const Item& item
       const std::int64_t row = first_row + i, visible = item.context - item.q_len + i + 1;
       const float lse = got.lse[static_cast<std::size_t>(row * q_heads + h)];
       std::vector<double> score, sum(static_cast<std::size_t>(dv), 0.0);
-      for (std::int64_t t = 0; t < visible; ++t) {
+      const std::int64_t first = window == 0 ? 0 : std::max<std::int64_t>(0, visible - window);
+      for (std::int64_t t = first; t < visible; ++t) {
         double dot = 0;
         for (std::int64_t d = 0; d < dk; ++d)
           dot += double{q.at(row, h * dk + d)} * double{item.sequence->k.at(t, h / group * dk + d)};
-        score.push_back(dot / std::sqrt(static_cast<double>(dk)));
+        const double scaled = dot / std::sqrt(static_cast<double>(dk));
+        score.push_back(cap == 0 ? scaled : cap * std::tanh(scaled / cap));
       }
       if (score.empty()) {
         EXPECT_EQ(lse, -std::numeric_limits<float>::infinity());
@@ -221,8 +230,8 @@ inline Errors compare(const PagesView& p, std::int32_t q_heads, const Item& item
       }
       const double top = *std::max_element(score.begin(), score.end());
       double total = 0;
-      for (std::int64_t t = 0; t < visible; ++t) {
-        const double w = std::exp(score[static_cast<std::size_t>(t)] - top);
+      for (std::int64_t t = first; t < visible; ++t) {
+        const double w = std::exp(score[static_cast<std::size_t>(t - first)] - top);
         total += w;
         for (std::int64_t d = 0; d < dv; ++d)
           sum[static_cast<std::size_t>(d)] +=

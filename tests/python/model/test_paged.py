@@ -13,9 +13,19 @@ from kvcore.pages import Pool
 PAGE = 16
 
 
-@pytest.fixture(scope="module", params=["LlamaConfig", "Qwen3Config", "GPTNeoXConfig"])
+WINDOWED = {
+    "MistralConfig": {"sliding_window": 24},
+    "Qwen2Config": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    "Gemma2Config": {"sliding_window": 5, "attn_logit_softcapping": 2.0},
+    "Gemma3TextConfig": {"sliding_window": 33, "sliding_window_pattern": 2},
+}
+MODELS = ["LlamaConfig", "Qwen3Config", "GPTNeoXConfig", *WINDOWED]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def path(request, tmp_path_factory):
     fields = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 2}
+    fields |= WINDOWED.get(request.param, {})
     if request.param != "GPTNeoXConfig":
         fields["num_key_value_heads"] = 1
     return tiny.make(tmp_path_factory.mktemp("paged") / "model", request.param, **fields)
@@ -29,8 +39,8 @@ class PagedRunner:
         self.pool = Pool(model.page_spec(PAGE), num_frames=64, huge_pages=False)
         pages = -(-length // PAGE)
         self.tables = np.array([self.pool.alloc(pages)[:pages] for _ in range(num_seqs)], np.int32)
-        scale = model.config.attention_scale
-        self.plan = AttentionPlan(self.pool, model.config.num_q_heads, scale)
+        options = model.config.attention_options
+        self.plan = AttentionPlan(self.pool, model.config.num_q_heads, **options)
         self.lengths = np.zeros(num_seqs, np.int32)
 
     def attend(self, layer, q, k, v):

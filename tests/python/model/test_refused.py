@@ -10,14 +10,7 @@ from kvcore.errors import Unsupported
 from kvcore.model import load
 
 REFUSED = {
-    "sliding window in use": ("MistralConfig", {"sliding_window": 32}, "sliding window .* 32"),
-    "window in some layers": (
-        "Qwen2Config",
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-        "sliding window .* 16",
-    ),
-    "window through transformers": ("Gemma3TextConfig", {"sliding_window": 64}, "sliding window"),
-    "soft-capped scores": ("Gemma2Config", {"sliding_window": 512}, "soft-capped"),
+    "attention in chunks": ("Llama4TextConfig", {"attention_chunk_size": 16}, "in chunks of 16"),
     "attention sinks": ("GptOssConfig", {"sliding_window": 512}, "s_aux"),
     "ALiBi": ("BloomConfig", {}, "ALiBi"),
     "MLA": ("DeepseekV3Config", {}, "MLA"),
