@@ -86,11 +86,17 @@ Result<std::int64_t> HeadPages::seal(std::span<const std::int32_t> class_numbers
   for (std::size_t i = 0; i < heads_.size(); ++i) {
     Head& head = heads_[i];
     const auto full = static_cast<std::size_t>(head.num_tokens / page);
-    for (; class_numbers[i] != 0 && head.seen < full; ++head.seen) {
-      const Status done = seal_pages(*pool_, std::array{head.pages[head.seen]}, class_numbers[i]);
+    if (class_numbers[i] == 0) continue;
+    // The last one first: compressed runs are taken from high addresses down, and each joins the
+    // bytes that the page before leaves, so that a head's codes lie in order and without holes.
+    for (std::size_t j = full; j-- > head.seen;) {
+      KVCORE_ASSIGN_OR_RETURN(const pages::PagePlace place, pool_->place(head.pages[j]));
+      if (place.class_number != 0) continue;  // before bytes ran out
+      const Status done = seal_pages(*pool_, std::array{head.pages[j]}, class_numbers[i]);
       if (!done && done.error().code == ErrorCode::kOutOfPages) return sealed;
       if (done) ++sealed;
     }
+    head.seen = std::max(head.seen, full);
   }
   return sealed;
 }
