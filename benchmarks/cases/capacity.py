@@ -116,7 +116,7 @@ def run(context: Context) -> Iterator[Result]:
     torch.set_num_threads(1)
     lm = model.load(context.model or model.DEFAULT_MODEL)
     least, step, base = (1024, 128, 4) if context.quick else (4096, 384, 8)
-    lengths = [least + step * (i % 9) + 9 + i for i in range(6 * base)]
+    lengths = [least + step * (i % base) + 9 + i for i in range(6 * base)]
     spec, longest = lm.page_spec(), max(lengths)
     ids = np.array(lm.tokenizer(contexts.read(TEXT))["input_ids"], np.int64)
     source = PagedRun(lm, np.resize(ids, longest))

@@ -42,6 +42,7 @@ __all__ = [
     "predicted_error",
     "profile_class",
     "profile_classes",
+    "read_calibration",
     "round_trip",
     "seal_pages",
 ]
@@ -157,6 +158,25 @@ def _unpacked(value: Any) -> Any:
 def _digest(body: Mapping[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=32).hexdigest()
+
+
+def read_calibration(text: str) -> tuple[str, Statistics]:
+    """What :meth:`Statistics.to_json` wrote, whosever it is: the identity and the statistics.
+
+    Raises:
+        Corrupt: damaged, or of another version.
+    """
+    try:
+        body = json.loads(text)
+        fields = dict(part.split("=") for part in str(body["spec"]).split())
+        names = ("head_dim_k", "head_dim_v", "page_size", "extent_pages")
+        sizes: dict[str, Any] = {name: int(fields[name]) for name in names}
+        layers, heads = int(fields["layers"]), int(fields["kv_heads"])
+        spec = PageSpec(layers, heads, format=fields["format"], **sizes)
+        identity = str(body["identity"])
+    except (ValueError, KeyError, TypeError, InvalidArgument) as error:
+        raise Corrupt(f"not a calibration: {error!r}") from error
+    return identity, Statistics.from_json(text, identity, spec)
 
 
 class Calibrated(Protocol):

@@ -149,6 +149,9 @@ class PageMemory:
         if not (self.sealer and number and whole > seq.num_filled):
             return False
         fresh = seq.pages[max(seq.num_filled, 1) : whole].tolist()
+        # From the highest address down: compressed runs take the high end of a hole, so that it
+        # grows into one piece below them, where the other way round slivers stay between them.
+        fresh.sort(key=lambda page: -self.pool.slice_address(page, 0))
         seq.num_filled = whole
         return self.sealer.add(fresh, number) > 0
 
