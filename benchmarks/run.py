@@ -21,6 +21,7 @@ from harness import ROOT, Context, Result, commit, use_clock
 
 CASES = {
     "accuracy": "divergence of the next token on real text over compressed pages, against its gate",
+    "capacity": "long sequences held at once and tokens/s under each KV profile, against exact",
     "decode_attention": "one query row over a long context, against the linear read limit",
     "decode_format": "decoding over compressed pages, against linear read and bf16 pages",
     "prefill_attention": "causal chunks over a long context, against the multiply-add peak",

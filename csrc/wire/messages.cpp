@@ -33,6 +33,8 @@ constexpr FieldSpec kHello[] = {
     {8, "num_frames", kU64, kOptional},
     {9, "stream_addresses", kListStr, kOptional},
     {10, "pid", kU64, kOptional},
+    {11, "kv_profile", kStr, kOptional},  // how it keeps KV, and the digest of its table
+    {12, "kv_table", kStr, kOptional},
 };
 constexpr FieldSpec kHelloAck[] = {
     {1, "router_id", kId, kRequired},

@@ -21,8 +21,8 @@ from kvcore import __version__, config
 from kvcore.errors import InvalidArgument, KvcoreError, Unsupported
 
 if TYPE_CHECKING:
-    from kvcore.model import Model
     from kvcore.serve.codec import ModelCodec
+    from kvcore.worker.build import Loaded
 
 log = logging.getLogger("kvcore")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -200,7 +200,7 @@ def _template(settings: config.Config) -> int:
     """The template of this command line; in the workers that it forks, theirs."""
     from kvcore.serve.template import forked_workers
 
-    def load() -> Model:
+    def load() -> Loaded:
         from transformers.utils import logging as transformers_logging
 
         from kvcore.worker.build import load_model
@@ -209,16 +209,16 @@ def _template(settings: config.Config) -> int:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         return load_model(settings.model, settings.worker)
 
-    loaded, argv = forked_workers(load)
+    shared, argv = forked_workers(load)
     options = vars(_parser().parse_args(argv))
     _log_to_stderr(options["role"])
     # Its command line is that of the template; this is what top and ps -e show.
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"kvcore-{options['role']}".encode(), 0, 0, 0)
     die_with_parent(options["parent_pid"])
-    return _run_worker(options, config.load(options, options["config"]), loaded)
+    return _run_worker(options, config.load(options, options["config"]), shared)
 
 
-def _run_worker(options: dict[str, Any], settings: config.Config, loaded: Model | None) -> int:
+def _run_worker(options: dict[str, Any], settings: config.Config, shared: Loaded | None) -> int:
     _check_router(options["router"], options["key_file"])
     launch = config.WorkerLaunch(
         role=options["role"],
@@ -235,7 +235,7 @@ def _run_worker(options: dict[str, Any], settings: config.Config, loaded: Model 
     with _runtime_dir(launch.runtime_dir) as directory:
         from kvcore.worker.process import run_worker
 
-        return run_worker(dataclasses.replace(launch, runtime_dir=directory), loaded)
+        return run_worker(dataclasses.replace(launch, runtime_dir=directory), shared)
 
 
 def _check_router(address: str, key_file: str) -> None:

@@ -1,6 +1,6 @@
 """Which format each (layer, KV head, K or V) of sealed pages gets, and sealing full pages.
 
-``profile_class(model, "small")`` is what engines call. Underneath: statistics of a model's keys,
+``profile_classes(model, "small")`` is what engines call. Underneath: statistics of a model's keys,
 values and queries (``kvcore.model.calibration`` makes them) and a budget of bytes give a table
 (``csrc/compress/chooser.h``); :func:`drift` says when the text of the day wants another one.
 
@@ -13,8 +13,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -35,10 +35,14 @@ __all__ = [
     "Statistics",
     "budget_bytes",
     "choose",
+    "described",
     "drift",
     "measure_pages",
+    "page_share",
     "predicted_error",
     "profile_class",
+    "profile_classes",
+    "read_calibration",
     "round_trip",
     "seal_pages",
 ]
@@ -156,10 +160,73 @@ def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text, digest_size=32).hexdigest()
 
 
+def read_calibration(text: str) -> tuple[str, Statistics]:
+    """What :meth:`Statistics.to_json` wrote, whosever it is: the identity and the statistics.
+
+    Raises:
+        Corrupt: damaged, or of another version.
+    """
+    try:
+        body = json.loads(text)
+        fields = dict(part.split("=") for part in str(body["spec"]).split())
+        names = ("head_dim_k", "head_dim_v", "page_size", "extent_pages")
+        sizes: dict[str, Any] = {name: int(fields[name]) for name in names}
+        layers, heads = int(fields["layers"]), int(fields["kv_heads"])
+        spec = PageSpec(layers, heads, format=fields["format"], **sizes)
+        identity = str(body["identity"])
+    except (ValueError, KeyError, TypeError, InvalidArgument) as error:
+        raise Corrupt(f"not a calibration: {error!r}") from error
+    return identity, Statistics.from_json(text, identity, spec)
+
+
 class Calibrated(Protocol):
     """What has statistics: a loaded model (``kvcore.model.Model``)."""
 
     def kv_statistics(self, page_size: int = 64) -> Statistics: ...
+
+
+class Profiled(Calibrated, Protocol):
+    """What engines keep pages of: also says what an open one looks like."""
+
+    def page_spec(self, page_size: int = 64) -> PageSpec: ...
+
+
+def profile_classes(model: Profiled, profile: str, page_size: int = 64) -> dict[str, PageClass]:
+    """The tables that a worker of ``profile`` offers, by profile, the most faithful first.
+
+    Those of the profile itself and of all that are more faithful; "exact" has none. A worker's
+    pages stay as they are when this is empty.
+
+    Raises:
+        InvalidArgument: an unknown profile. Unsupported: a model that the profile does not fit; one
+            whose pages have no codec is told so before it is calibrated.
+    """
+    spec = model.page_spec(page_size)
+    if profile_class(spec, profile) is None:
+        return {}
+    statistics = model.kv_statistics(page_size)
+    tables = {}
+    for name in PROFILES[1 : PROFILES.index(profile) + 1]:
+        table = profile_class(statistics, name, page_size)
+        assert table is not None
+        tables[name] = table
+    return tables
+
+
+def page_share(table: PageClass | None) -> float:
+    """Bytes of a page of ``table``, metadata and padding counted, over those of an open one."""
+    return table.run_bytes(1) / PageClass.open(table.spec).run_bytes(1) if table else 1.0
+
+
+def described(profile: str, table: PageClass | None) -> str:
+    """A profile in use, for people: its table and what a page takes."""
+    if table is None:
+        return f"kv_profile {profile}: pages stay as they are"
+    share = 100 * page_share(table)
+    return (
+        f"kv_profile {profile}: table {table.digest.hex()[:16]}, {table.run_bytes(1)} bytes a page,"
+        f" {share:.1f} % of {table.spec.format}"
+    )
 
 
 def profile_class(
@@ -311,7 +378,11 @@ def drift(
 
 
 class Sealer:
-    """Full pages that wait to be sealed into ``page_class``, first come, first sealed.
+    """Full pages that wait to be sealed, first come, first sealed, and how faithful pages are.
+
+    ``classes`` are those that pages may be sealed into, the most faithful first; with 0 for open
+    pages the pool's numbers of them order all by faithfulness. A page counts as what it will be
+    from :meth:`add` on, and as the least faithful one that it was computed over.
 
     A page freed or sealed meanwhile is passed over; one that holds a number which cannot be encoded
     stays open for good (``refused`` counts it). ``step_pages`` is what :meth:`run` should be asked
@@ -321,23 +392,72 @@ class Sealer:
 
     STEP_BYTES = 6 << 20  # of open pages: a core seals 3 bytes per nanosecond
 
-    def __init__(self, pool: Pool, page_class: PageClass) -> None:
+    def __init__(self, pool: Pool, *classes: PageClass) -> None:
         self.pool = pool
-        self.class_number = pool.add_class(page_class)
-        self.page_bytes = page_class.run_bytes(1)
+        self.numbers = [pool.add_class(page_class) for page_class in classes]
+        self.class_number = self.numbers[-1]
+        self.page_bytes = classes[-1].run_bytes(1)
         self.step_pages = max(1, self.STEP_BYTES // pool.spec.page_bytes)
         self.sealed = self.refused = 0
         self.under_way = False  # the last step made the queue shorter, not empty
-        self._queue: deque[tuple[int, int]] = deque()
+        self._queue: deque[tuple[int, int, int]] = deque()
+        self._queued: dict[int, int] = {}  # page: its generation
+        self._marks: dict[int, tuple[int, int]] = {}  # page: its generation, what it counts as
+        self._readers: dict[int, Counter[int]] = {
+            number: Counter() for number in (0, *self.numbers)
+        }
 
     @property
     def waiting(self) -> int:
         """Pages queued, those that :meth:`run` will pass over among them."""
         return len(self._queue)
 
-    def add(self, pages: Iterable[int]) -> None:
-        """Queues pages, all tokens of which are in place."""
-        self._queue.extend((page, self.pool.generation(page)) for page in pages)
+    def hold(self, pages: Iterable[int], number: int) -> None:
+        """A sequence that may read classes up to ``number`` holds ``pages``, until :meth:`drop`."""
+        if number < self.class_number:  # any page may be sealed under the others
+            self._readers[number].update(pages)
+
+    def drop(self, pages: Iterable[int], number: int) -> None:
+        """Ends what :meth:`hold` began."""
+        readers = self._readers[number]
+        for page in pages if number < self.class_number else ():
+            readers[page] -= 1
+            if not readers[page]:
+                del readers[page]
+
+    def faithful(self, pages: Sequence[int], number: int) -> int:
+        """How many leading ``pages`` a sequence that may read classes up to ``number`` can take."""
+        if number >= self.class_number:
+            return len(pages)
+        return next(
+            (i for i, page in enumerate(pages) if self._counts_as(page) > number), len(pages)
+        )
+
+    def computed(self, pages: Iterable[int]) -> None:
+        """``pages``, in order, are one sequence: each counts as the least faithful before it."""
+        worst = 0
+        for page in pages:
+            found = self._counts_as(page)
+            worst = max(worst, found)
+            if worst > found:
+                self._marks[page] = (self.pool.generation(page), worst)
+
+    def add(self, pages: Iterable[int], number: int = 0) -> int:
+        """Queues pages, all tokens of which are in place; how many of them are new here.
+
+        ``number``: the class they get, 0 = the least faithful one. Pages stay as they are that a
+        sequence holds which must not read that class.
+        """
+        number, before = number or self.class_number, len(self._queue)
+        for page in pages:
+            generation = self.pool.generation(page)
+            known = self._queued.get(page) == generation or self.pool.class_of(page)
+            if known or any(self._readers[n][page] for n in self._readers if n < number):
+                continue
+            self._queued[page] = generation
+            self._marks[page] = (generation, max(number, self._counts_as(page)))
+            self._queue.append((page, generation, number))
+        return len(self._queue) - before
 
     def step(self, busy: bool) -> None:
         """A step's share of the queue; ``busy``: sequences decode, so keep it short."""
@@ -348,10 +468,10 @@ class Sealer:
         """Seals up to ``max_pages``; fewer when none are left or no bytes are free for one."""
         done = 0
         while self._queue and done < max_pages:
-            page, generation = self._queue[0]
+            page, generation, number = self._queue[0]
             if self._is_open(page, generation):
                 try:
-                    seal_pages(self.pool, [page], self.class_number)
+                    seal_pages(self.pool, [page], number)
                     done += 1
                 except InvalidArgument:
                     self.refused += 1
@@ -360,6 +480,11 @@ class Sealer:
             self._queue.popleft()
         self.sealed += done
         return done
+
+    def _counts_as(self, page: int) -> int:
+        generation, mark = self._marks.get(page, (-1, 0))
+        of_old = mark and generation != self.pool.generation(page)
+        return max(self.pool.class_of(page), 0 if of_old else mark)
 
     def _is_open(self, page: int, generation: int) -> bool:
         pool = self.pool

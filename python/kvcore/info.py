@@ -16,6 +16,7 @@ from kvcore import __version__
 from kvcore.errors import KvcoreError
 
 _IO_URING_SETUP = 425  # the same on all architectures
+_COMPRESSING = ("balanced", "small")
 _TRIAL_BYTES = 8 * 2**20
 
 
@@ -32,6 +33,7 @@ def gather() -> dict[str, Any]:
         "io_uring": _io_uring(),
         "memory": _memory(),
         "transports": ["shm", "tcp"],
+        "kv_profiles": _kv_profiles(),
         "build": _build(),
     }
 
@@ -54,7 +56,7 @@ def _line(value: Any) -> str:
             return f"{answer}: {value['why']}"
         return ", ".join(f"{key.replace('_', ' ')} {_line(part)}" for key, part in value.items())
     if isinstance(value, list):
-        return " ".join(map(str, value))
+        return ("; " if any(" " in str(v) for v in value) else " ").join(map(str, value))
     return "unlimited" if value is None else str(value)
 
 
@@ -147,6 +149,30 @@ def _cgroup_limit() -> int | None:
                 text = (folder / name).read_text().strip()
                 limits += [int(text)] if text.isdigit() and int(text) < 2**62 else []
     return min(limits, default=None)
+
+
+def _kv_profiles() -> list[str]:
+    """The tables of the models calibrated on this machine; others are made when asked for."""
+    from kvcore import compress
+
+    found = ["exact"]
+    for path in sorted((Path.home() / ".cache" / "kvcore" / "calibrations").glob("*.json")):
+        try:
+            epoch, statistics = compress.read_calibration(path.read_text())
+            tables = [(name, compress.profile_class(statistics, name)) for name in _COMPRESSING]
+        except (KvcoreError, OSError, UnicodeDecodeError) as error:
+            found.append(f"{path.name}: {error}")
+            continue
+        said = (f"{name} {_table(table)}" for name, table in tables if table is not None)
+        spec = statistics.spec
+        found.append(f"model {epoch[:12]}, pages of {spec.page_size}: {', '.join(said)}")
+    return found
+
+
+def _table(table: Any) -> str:
+    from kvcore import compress
+
+    return f"{table.digest.hex()[:16]} ({100 * compress.page_share(table):.1f} % of bf16)"
 
 
 def _build() -> str:

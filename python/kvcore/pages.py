@@ -7,12 +7,15 @@ has one frame of bytes, layer-major inside, or each of its pages a run of its ow
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcore import _core
 
 __all__ = [
     "Arena",
+    "Geometry",
     "PageClass",
     "PageSpec",
     "Pool",
@@ -20,6 +23,7 @@ __all__ = [
     "ReadonlyMapping",
     "SequencePages",
     "block_table",
+    "geometry",
     "page_ids_for",
     "slot_mapping",
     "usable_prefix",
@@ -92,3 +96,32 @@ def page_ids_for(page_class: PageClass | None, num_frames: int) -> int:
     return num_frames * max(
         page_class.spec.extent_pages, -(-page_class.spec.frame_bytes // page_class.run_bytes(1))
     )
+
+
+_PAGE_SIZE = 64
+_ELEMENT_BYTES = {"f32": 4}
+
+
+class Geometry(NamedTuple):
+    """What another process's pages look like, from their description."""
+
+    page_size: int
+    """Tokens per page, which is also the unit of its keys."""
+    frame_tokens: int
+    token_bytes: float
+
+
+@functools.cache
+def geometry(page_spec: str) -> Geometry:
+    """Read from a ``PageSpec.describe()`` text."""
+    parts = dict(part.split("=", 1) for part in page_spec.split() if "=" in part)
+
+    def number(name: str, default: int) -> int:
+        text = parts.get(name, "")
+        return int(text) if text.isdigit() else default
+
+    dims = number("head_dim_k", 0) + number("head_dim_v", 0)
+    elements = number("layers", 1) * number("kv_heads", 1) * dims
+    page_size = number("page_size", _PAGE_SIZE)
+    token_bytes = float(elements * _ELEMENT_BYTES.get(parts.get("format", ""), 2))
+    return Geometry(page_size, page_size * number("extent_pages", 1), token_bytes)

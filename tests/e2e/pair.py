@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 from kvcore import kernels
-from kvcore.compress import profile_class
+from kvcore.compress import PROFILES, profile_class
 from kvcore.pages import PageSpec, Pool, page_ids_for
 from kvcore.stream import Endpoint, LoopbackHub
 from kvcore.worker.engine import Engine
@@ -67,11 +67,12 @@ def parts(
         extent_pages=EXTENT_PAGES,
         format=own.format,
     )
-    page_class = profile_class(spec, profile)
-    page_ids = page_ids_for(page_class, frames) if page_class else 0
+    names = PROFILES[1 : PROFILES.index(profile) + 1]
+    classes = {name: profile_class(spec, name) for name in names}
+    page_ids = page_ids_for(classes[profile], frames) if classes else 0
     pool = Pool(spec, frames, huge_pages=False, page_ids=page_ids)
     plan = kernels.AttentionPlan(pool, config.num_q_heads, **config.attention_options)
-    return model, PageMemory(pool, page_class=page_class), plan
+    return model, PageMemory(pool, classes=classes), plan
 
 
 def make_mono(

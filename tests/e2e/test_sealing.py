@@ -66,6 +66,25 @@ def test_sealed_pages_hold_what_the_prefill_side_computed(tiny: Any) -> None:
                         assert have[at : at + len(want)] == want
 
 
+def test_an_exact_request_after_a_small_one_is_answered_as_by_an_exact_worker(tiny: Any) -> None:
+    tokens = prompt(170, seed=5)
+    (want,) = run_mono(make_mono(tiny), request(tokens, 40))
+    engine = make_mono(tiny, profile="small", token_budget=48)
+    run_mono(engine, request(tokens, 40))
+    while engine.memory.sealer.waiting:
+        engine.step()
+    (small,) = run_mono(engine, request(tokens, 40))
+    (got,) = run_mono(engine, request(tokens, 40, kv_profile="exact"))
+    assert small.end["cached_tokens"] == 160 and got.end["cached_tokens"] == 16
+    assert got.tokens == want.tokens != small.tokens
+    with Pair(tiny, profile="small", token_budget=48) as pair:
+        for each in ("small", "small", "exact"):
+            (got,) = pair.run(request(tokens, 40, kv_profile=each))
+            while pair.decode.memory.sealer.waiting:
+                pair.decode.step()
+        assert got.tokens == want.tokens
+
+
 def test_a_worker_of_a_profile_holds_more_and_prefill_ignores_it(
     tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +102,10 @@ def test_a_worker_of_a_profile_holds_more_and_prefill_ignores_it(
     engine, small = build("mono", kv_profile="small")
     assert engine.memory.sealer is not None
     assert small["num_frames"] > 2 * exact["num_frames"]
+    assert small["max_context"] >= exact["max_context"] and not exact["kv_table"]
+    table = engine.memory.pool.page_class(engine.memory.sealer.class_number)
+    assert (small["kv_profile"], small["kv_table"]) == ("small", table.digest.hex())
+    assert len({pair for layer in table.formats for pair in layer}) > 1  # chosen, not uniform
     assert engine.stats()["num_frames"] == small["num_frames"]
     engine, prefill = build("prefill", kv_profile="small")
     assert engine.memory.sealer is None and prefill["num_frames"] == exact["num_frames"]

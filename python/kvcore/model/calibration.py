@@ -8,6 +8,7 @@ the next token. ``docs/profiles.md`` derives it and compares predictions with me
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -25,8 +26,8 @@ from kvcore import kernels
 from kvcore.compress import KEY_FORMATS, VALUE_FORMATS, Statistics, measure_pages, round_trip
 from kvcore.errors import Corrupt, Unsupported
 from kvcore.model.calibration_text import TEXT
-from kvcore.model.hub import make_private_dir
-from kvcore.pages import Pool
+from kvcore.model.hub import locked, make_private_dir
+from kvcore.pages import PageSpec, Pool
 
 if TYPE_CHECKING:
     from kvcore.model.loading import Model
@@ -321,23 +322,36 @@ def _gains(run: PagedRun, exact: Tensor, length: int) -> Tensor:
 def cached_statistics(model: Model, page_size: int, cache_dir: Path) -> Statistics:
     """The model's calibration from the cache directory, or a new one that is put there.
 
-    A file that is damaged, of another model or geometry, or not ours is logged and replaced.
+    Of several processes that lack it one measures, and the others wait for its file. A file that is
+    damaged, of another model or geometry, or not ours is logged and replaced.
     """
     spec = model.page_spec(page_size)
     name = f"{model.epoch[:32]}-{spec.format}-{page_size}.json"
     path = cache_dir / "calibrations" / name
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(cache_dir, name))
+        except OSError as error:
+            log.info("calibrates by itself, there is no lock to wait on: %s", error)
+        if found := _cached(path, model.epoch, spec):
+            return found
+        log.info("%s: calibrating for its KV profiles, once for this model ...", model.model_id)
+        statistics = calibrate(model, page_size)
+        try:
+            _write(path, statistics.to_json(model.epoch))
+        except OSError as error:
+            log.info("the next start calibrates again: %s", error)
+    return statistics
+
+
+def _cached(path: Path, epoch: str, spec: PageSpec) -> Statistics | None:
     try:
-        return Statistics.from_json(_read_own(path), model.epoch, spec)
-    except FileNotFoundError:
-        pass
+        return Statistics.from_json(_read_own(path), epoch, spec)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (Corrupt, OSError, UnicodeDecodeError) as error:
         log.warning("%s is not used, the model is calibrated again: %s", path, error)
-    statistics = calibrate(model, page_size)
-    try:
-        _write(path, statistics.to_json(model.epoch))
-    except OSError as error:
-        log.info("the next start calibrates again: %s", error)
-    return statistics
+        return None
 
 
 def _read_own(path: Path) -> str:

@@ -158,11 +158,8 @@ def _converted_once(target: Path, cache: Path) -> Iterator[Path | None]:
         return
     try:
         make_private_dir(target.parent)
-        locks = make_private_dir(cache / "locks")
-        with open(os.open(locks / f"{target.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            with _staging(target) as staging:
-                yield staging
+        with locked(cache, target.name), _staging(target) as staging:
+            yield staging
     except KvcoreError:  # some are OSErrors too, and say themselves what is wrong
         raise
     except OSError as error:
@@ -170,6 +167,18 @@ def _converted_once(target: Path, cache: Path) -> Iterator[Path | None]:
             f"model: {target.name} has to be written to the cache directory {cache}: {error}. "
             "Make room or give access there, or set HOME to a directory that can be written"
         ) from error
+
+
+@contextlib.contextmanager
+def locked(cache: Path, name: str) -> Iterator[None]:
+    """One process of this machine at a time, for what ``name`` stands for in the cache directory.
+
+    Raises OSError where no lock can be made.
+    """
+    locks = make_private_dir(cache / "locks")
+    with open(os.open(locks / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

@@ -15,14 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
-from kvcore.router.policy import (
-    TYPICAL_ANSWER,
-    can_serve,
-    choose,
-    frames,
-    geometry,
-    uncached,
-)
+from kvcore.pages import geometry
+from kvcore.router.policy import TYPICAL_ANSWER, can_serve, choose, frames, uncached
 from kvcore.router.state import (
     Action,
     Ask,
@@ -376,19 +370,15 @@ class Dispatcher:
     def _request(self, flight: Flight) -> dict[str, Any]:
         ask = flight.ask
         left = ask.deadline - self._now
-        return {
+        same = ("temperature", "top_p", "seed", "num_logprobs", "kv_profile")
+        return {name: getattr(ask, name) for name in same} | {
             "request_id": flight.attempt_id,
             "tokens": flight.tokens,
             "keys": flight.keys,
             "namespace": flight.namespace,
             "max_tokens": ask.max_tokens - len(flight.emitted),
-            "temperature": ask.temperature,
-            "top_p": ask.top_p,
-            "seed": ask.seed,
             "stop_token_ids": list(ask.stop_token_ids),
             "ignore_eos": int(ask.ignore_eos),
-            "num_logprobs": ask.num_logprobs,
-            "kv_profile": ask.kv_profile,
             "deadline_s": left if math.isfinite(left) else 0.0,
         }
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
 
 from kvcore import sched
+from kvcore.pages import geometry
 from kvcore.router.state import Worker
 
-DEFAULT_PAGE_SIZE = 64
 DEPTH_TOKENS = 2048
 """A worker with this much prompt to compute gets no more: waiting here keeps the choice open, and
 decode pages are reserved only for prompts whose turn has come."""
 TYPICAL_ANSWER = 128
 """Tokens of an answer that count as promised; a longer one grows into what is free by then."""
-_ELEMENT_BYTES = {"f32": 4}
 
 
 def choose(
@@ -61,31 +58,6 @@ def uncached(num_tokens: int, units: int, page_size: int) -> int:
 def frames(num_tokens: int, worker: Worker) -> int:
     """Frames that many tokens take at a worker."""
     return -(-num_tokens // geometry(worker.page_spec).frame_tokens)
-
-
-class Geometry(NamedTuple):
-    """What a worker's pages look like from here."""
-
-    page_size: int
-    """Tokens per page, which is also the unit of its keys."""
-    frame_tokens: int
-    token_bytes: float
-
-
-@functools.cache
-def geometry(page_spec: str) -> Geometry:
-    """Read from a ``PageSpec.describe()`` text."""
-    parts = dict(part.split("=", 1) for part in page_spec.split() if "=" in part)
-
-    def number(name: str, default: int) -> int:
-        text = parts.get(name, "")
-        return int(text) if text.isdigit() else default
-
-    dims = number("head_dim_k", 0) + number("head_dim_v", 0)
-    elements = number("layers", 1) * number("kv_heads", 1) * dims
-    page_size = number("page_size", DEFAULT_PAGE_SIZE)
-    token_bytes = float(elements * _ELEMENT_BYTES.get(parts.get("format", ""), 2))
-    return Geometry(page_size, page_size * number("extent_pages", 1), token_bytes)
 
 
 def _load(worker: Worker, matched_pages: int) -> sched.WorkerLoad:

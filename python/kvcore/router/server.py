@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import secrets
 import time
@@ -81,10 +82,9 @@ class Router:
         if kind != "hello":
             await connection.close(f"expected hello, got {kind}")
             return
-        names = ("incarnation", "role", "model", "model_epoch", "page_spec")
-        sizes = ("max_context", "num_frames", "pid")
         worker_id = bytes(hello["worker_id"])
-        worker = Worker(worker_id, **{name: hello[name] for name in (*names, *sizes)})
+        named = hello.keys() & {field.name for field in dataclasses.fields(Worker)}
+        worker = Worker(worker_id, **{name: hello[name] for name in named - {"worker_id"}})
         worker.free_frames = worker.num_frames
         refusal = self.dispatcher.refusal(worker)
         if refusal:

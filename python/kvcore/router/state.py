@@ -107,6 +107,8 @@ class Worker:
     max_context: int = 0
     num_frames: int = 0
     pid: int = 0
+    kv_profile: str = ""
+    kv_table: str = ""
     free_frames: int = 0
     running: int = 0
     waiting: int = 0

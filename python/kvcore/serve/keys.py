@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcore.keys import Namespace, page_keys
+from kvcore.pages import geometry
 from kvcore.router.dispatch import KeysOf
-from kvcore.router.policy import geometry
 from kvcore.router.state import Worker
 
 

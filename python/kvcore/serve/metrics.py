@@ -47,11 +47,19 @@ class _RouterCollector(Collector):
         stats = GaugeMetricFamily(
             "kvcore_worker_stat", "as reported by heartbeats", labels=["worker", "role", "stat"]
         )
+        profiles = GaugeMetricFamily(
+            "kvcore_kv_profile",
+            "bytes of a sealed page over those of an open one, and the table in use",
+            labels=["worker", "role", "profile", "table"],
+        )
         for worker in snap.workers:
+            labels = [worker.name, worker.role, worker.kv_profile, worker.kv_table]
+            profiles.add_metric(labels, worker.stats.get("kv_page_share", 1.0))
             base = {"free_frames": worker.free_frames, "num_frames": worker.num_frames}
             base |= {"running": worker.running, "waiting": worker.waiting}
             for name, value in {**base, **worker.stats}.items():
                 stats.add_metric([worker.name, worker.role, name], value)
+        yield profiles
         yield stats
 
 

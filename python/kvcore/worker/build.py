@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcore import kernels, model
-from kvcore.compress import profile_class
+from kvcore.compress import described, profile_classes
 from kvcore.config import WorkerConfig, WorkerLaunch, deployment_secret, read_key_file
 from kvcore.errors import InvalidArgument
-from kvcore.pages import Pool, page_ids_for
+from kvcore.pages import PageClass, Pool, page_ids_for
 from kvcore.stream import Endpoint
 from kvcore.worker.engine import Engine
 from kvcore.worker.handoff import DecodeEngine, PrefillEngine
@@ -22,30 +23,38 @@ from kvcore.worker.memory import PageMemory
 log = logging.getLogger(__name__)
 
 
-def load_model(name: str, config: WorkerConfig) -> model.Model:
-    """The model as a worker with these settings computes it."""
+class Loaded(NamedTuple):
+    """What workers of the same settings share: made once, perhaps before they are forked."""
+
+    model: model.Model
+    classes: dict[str, PageClass]
+
+
+def load_model(name: str, config: WorkerConfig) -> Loaded:
+    """The model as a worker with these settings computes it, and how it keeps KV."""
     torch.set_num_threads(config.threads)
-    return model.load(name, config.dtype)
+    loaded = model.load(name, config.dtype)
+    return Loaded(loaded, profile_classes(loaded, config.kv_profile, config.page_size))
 
 
 def build_worker(
-    launch: WorkerLaunch, directory: Path, loaded: model.Model | None = None
+    launch: WorkerLaunch, directory: Path, shared: Loaded | None = None
 ) -> tuple[Engine, dict[str, Any]]:
-    """The engine of ``launch`` and its part of ``hello``; sockets go to ``directory``.
-
-    ``loaded``: what ``load_model`` returned for the same settings, perhaps before a fork.
-    """
+    """The engine of ``launch`` and its part of ``hello``; sockets go to ``directory``."""
     config = launch.worker
-    loaded = loaded or load_model(launch.model, config)
+    if launch.role == "prefill":  # its pages are read as they are
+        config = dataclasses.replace(config, kv_profile="exact")
+    loaded, classes = shared or load_model(launch.model, config)
     spec = loaded.page_spec(config.page_size)
     num_frames = config.kv_bytes // spec.frame_bytes
     if num_frames < 1:
         raise InvalidArgument(
             f"kv_bytes is {config.kv_bytes}; allowed: at least one frame of {spec.frame_bytes}"
         )
-    page_class = None if launch.role == "prefill" else profile_class(spec, config.kv_profile)
-    pool = Pool(spec, num_frames, page_ids=page_ids_for(page_class, num_frames))
-    memory = PageMemory(pool, deployment_secret(), page_class)
+    table = classes.get(config.kv_profile)
+    pool = Pool(spec, num_frames, page_ids=page_ids_for(table, num_frames))
+    memory = PageMemory(pool, deployment_secret(), classes if table else None)
+    log.info("%s", described(memory.profile, table))
     threads = kernels.ThreadPool(config.threads, list(launch.cpus) or None)
     plan = kernels.AttentionPlan(
         pool, loaded.config.num_q_heads, threads=threads, **loaded.config.attention_options
@@ -54,12 +63,16 @@ def build_worker(
         "token_budget": config.token_budget,
         "max_running": config.max_batch,
     }
+    # What is received must fit as it is.
+    longest = memory.capacity() if launch.role == "mono" else memory.capacity_tokens
     about = {
         "model": loaded.model_id,
         "model_epoch": loaded.epoch,
         "page_spec": spec.describe(),
-        "max_context": min(loaded.config.max_position, memory.capacity_tokens),
+        "max_context": min(loaded.config.max_position, longest),
         "num_frames": memory.num_frames,
+        "kv_profile": memory.profile,
+        "kv_table": table.digest.hex() if table else "",
     }
     if launch.role == "mono":
         return Engine(loaded, memory, plan, **options), about

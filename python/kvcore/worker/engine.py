@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from kvcore.compress import page_share
 from kvcore.errors import InvalidArgument, KvcoreError, OutOfPages
+from kvcore.model.sampling import Sampled, sample
 from kvcore.worker.batch import BatchArrays
 from kvcore.worker.memory import PageMemory
 from kvcore.worker.request import Output, Request, Sequence, State
-from kvcore.worker.sampling import Sampled, sample
 from kvcore.worker.scheduler import Row, Scheduler
 
 log = logging.getLogger(__name__)
@@ -80,11 +81,11 @@ class Engine:
         request.check(self.model.config.vocab_size, self.max_context)
         if request.request_id in self._live:
             raise InvalidArgument(f"request_id {request.request_id.hex()} is already in use here")
-        capacity = self.memory.capacity_tokens
-        num_prompt = int(request.tokens.size)
-        if num_prompt > capacity:
+        capacity, num_prompt = self.memory.capacity(request.kv_profile), int(request.tokens.size)
+        most = self.memory.capacity_tokens if self.receives else capacity  # no open page may lack
+        if num_prompt > most:
             raise OutOfPages(
-                f"tokens has {num_prompt} entries; the pool holds {capacity} tokens in all"
+                f"tokens has {num_prompt} entries; the pool holds {most} tokens in all"
             )
         # The last token generated needs no KV: one more than the pool holds may come out.
         max_total = min(num_prompt + request.max_tokens, self.max_context, capacity + 1)
@@ -117,6 +118,9 @@ class Engine:
         if self.memory.sealer:
             self.memory.sealer.step(busy=bool(self.scheduler.running))
         rows = self.scheduler.schedule()
+        while self.scheduler.stuck:
+            text = "the pages of this request cannot be sealed, and open ones do not fit"
+            self._fail(self.scheduler.stuck.pop(), "out_of_pages", text)
         for seq in self.scheduler.take_admitted():
             try:
                 self._admitted(seq)
@@ -155,6 +159,7 @@ class Engine:
             "open_bytes": pool.open_bytes,
             "compressed_bytes": pool.compressed_bytes,
             "compressed_pages": sum(self.memory.pool.class_pages()[1:]),
+            "kv_page_share": page_share(self.memory.classes.get(self.memory.profile)),
             "preemptions": self.scheduler.preemptions,
         }
         return {name: float(value) for name, value in (gauges | self.counters).items()}

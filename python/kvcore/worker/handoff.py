@@ -14,10 +14,10 @@ from typing import Any
 
 from kvcore import wire
 from kvcore.errors import Corrupt, InvalidArgument
+from kvcore.model.sampling import Sampled
 from kvcore.stream import LayerStep
 from kvcore.worker.engine import Engine, snake
 from kvcore.worker.request import Request, Sequence, State
-from kvcore.worker.sampling import Sampled
 from kvcore.worker.scheduler import Row
 
 

@@ -6,6 +6,8 @@ compressed. Not thread-safe: one engine owns it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvcore.compress import Sealer
 from kvcore.pages import PageClass, Pool, page_ids_for
 from kvcore.prefix import PrefixEvents, RadixTree
@@ -16,42 +18,98 @@ class PageMemory:
     """The pages of one engine's sequences.
 
     ``secret`` names what the tree holds by page keys, so that a router can be told; None does not.
-    Sequences without a namespace share nothing. With a ``page_class``, full pages but a sequence's
-    first are sealed into it once its prompt is computed; pages come and go one by one then, without
-    it by frames.
+    Sequences without a namespace share nothing. ``classes`` (``compress.profile_classes``) are the
+    profiles offered besides exact, the worker's own last: full pages but a sequence's first are
+    sealed into its profile's class once its prompt is computed, or before where memory is short.
+    Pages come and go one by one then, without classes by frames.
     """
 
     def __init__(
-        self, pool: Pool, secret: bytes | None = None, page_class: PageClass | None = None
+        self,
+        pool: Pool,
+        secret: bytes | None = None,
+        classes: Mapping[str, PageClass] | None = None,
     ) -> None:
         self.pool = pool
         self.tree = RadixTree(pool, secret)
-        self.sealer = Sealer(pool, page_class) if page_class else None
+        self.classes = classes or {}
+        self.sealer = Sealer(pool, *self.classes.values()) if classes else None
+        self._numbers = {"exact": 0}
+        if self.sealer:
+            self._numbers |= zip(self.classes, self.sealer.numbers, strict=True)
         self.page_size: int = pool.spec.page_size
-        self.unit_pages: int = 1 if page_class else pool.spec.extent_pages
+        self.unit_pages: int = 1 if classes else pool.spec.extent_pages
         self.num_frames: int = pool.stats().num_frames
-        # Of one sequence, none of its pages sealed: what is preempted must fit again.
-        self.capacity_tokens: int = pool.free_pages(self.unit_pages) * self.page_size
+        # A page is sealed into other bytes than its own: some of an open page's size stay free, or
+        # a full pool could not be made smaller.
+        self._reserve = 1 if classes else 0
+        # Of one sequence, none of its pages sealed.
+        self.capacity_tokens = self.free_tokens
         self.owned_pages = 0  # of live sequences, shared ones once for each
-        if page_class:
-            self.num_frames = page_ids_for(page_class, self.num_frames) // pool.spec.extent_pages
+        if self.sealer:
+            own = self.pool.page_class(self.sealer.class_number)
+            self.num_frames = page_ids_for(own, self.num_frames) // pool.spec.extent_pages
+
+    @property
+    def profile(self) -> str:
+        """The worker's own."""
+        return list(self._numbers)[-1]
 
     @property
     def settled(self) -> bool:
         """No transfer holds pages that will come free by themselves."""
         return self.pool.stats().io_pages == 0
 
+    def _number(self, profile: str) -> int:
+        """The least faithful class that pages of a request for ``profile`` may have."""
+        return self._numbers.get(profile, self._numbers[self.profile])
+
+    def capacity(self, profile: str = "") -> int:
+        """Tokens of the longest sequence of a profile, alone: what is preempted must fit again."""
+        stats = self.pool.stats()
+        pages = self._pages_in(stats.num_frames * self.pool.spec.frame_bytes, profile)
+        return max(self.capacity_tokens, pages * self.page_size)
+
+    def _pages_in(self, num_bytes: int, profile: str) -> int:
+        """Pages of one sequence, all but the first and the last sealed."""
+        number = self._number(profile)
+        if not number:
+            return 0
+        ends = (2 + self._reserve) * PageClass.open(self.pool.spec).run_bytes(1)
+        return 2 + (num_bytes - ends) // self.pool.page_class(number).run_bytes(1)
+
+    @property
+    def free_tokens(self) -> int:
+        """Room in open pages that could be allocated now."""
+        return max(0, self.pool.free_pages(self.unit_pages) - self._reserve) * self.page_size
+
+    def fits_sealed(self, seq: Sequence, alone: bool) -> bool:
+        """Whether the rest of ``seq`` finds room if its pages are sealed as they are computed."""
+        # Holes smaller than an open page are left out: they may be too small for any.
+        free = self.pool.free_pages(1) * PageClass.open(self.pool.spec).run_bytes(1)
+        pages = self._pages_in(free + self.tree.freeable_bytes(), seq.request.kv_profile)
+        missing = seq.num_tokens - seq.capacity_tokens
+        return pages > 0 and (alone or missing <= pages * self.page_size)
+
     def match(self, seq: Sequence) -> None:
-        """Pins the longest cached prefix and gives it to ``seq``, which must hold nothing."""
+        """Pins the longest cached prefix that is faithful enough and gives it to ``seq``, which
+        must hold nothing."""
         found = self.tree.match(seq.request.namespace or None, seq.token_ids[: seq.num_tokens])
-        self._hold(seq, found.pages)
-        seq.num_computed = found.num_tokens
+        pages = found.pages
+        if self.sealer:
+            kept = self.sealer.faithful(pages, self._number(seq.request.kv_profile))
+            self.pool.decref(pages[kept:])
+            pages = pages[:kept]
+        self._hold(seq, pages)
+        seq.num_computed = seq.capacity_tokens
         seq.num_published = seq.num_pages
         seq.computed_mark = max(seq.computed_mark, seq.num_computed)
 
     def _hold(self, seq: Sequence, pages: list[int]) -> None:
         seq.hold(pages)
         self.owned_pages += len(pages)
+        if self.sealer:
+            self.sealer.hold(pages, self._number(seq.request.kv_profile))
 
     def grow(self, seq: Sequence, num_tokens: int, spare_units: int = 0) -> bool:
         """Allocates pages until ``seq`` has room for ``num_tokens``; seals and evicts as needed.
@@ -63,7 +121,8 @@ class PageMemory:
         if missing <= 0:
             return True
         units = -(-missing // (self.unit_pages * self.page_size))
-        if not self._make_room((units + spare_units) * self.unit_pages, patient=spare_units > 0):
+        wanted = (units + max(spare_units, self._reserve)) * self.unit_pages
+        if not self._make_room(wanted, patient=spare_units > 0):
             return False
         self._hold(seq, self.pool.alloc(units * self.unit_pages, self.unit_pages))
         return True
@@ -83,25 +142,34 @@ class PageMemory:
                 return False
         return True
 
-    def fill(self, seq: Sequence) -> None:
-        """Queues the full pages of ``seq`` for sealing, its first one excepted."""
-        whole = seq.num_computed // self.page_size
-        if self.sealer and whole > seq.num_filled:
-            self.sealer.add(seq.pages[max(seq.num_filled, 1) : whole].tolist())
-            seq.num_filled = whole
+    def fill(self, seq: Sequence) -> bool:
+        """Queues the full pages of ``seq`` for sealing, its first one excepted; whether any was."""
+        whole, number = seq.num_computed // self.page_size, self._number(seq.request.kv_profile)
+        if not (self.sealer and number and whole > seq.num_filled):
+            return False
+        fresh = seq.pages[max(seq.num_filled, 1) : whole].tolist()
+        # From the highest address down: compressed runs take the high end of a hole, so that it
+        # grows into one piece below them, where the other way round slivers stay between them.
+        fresh.sort(key=lambda page: -self.pool.slice_address(page, 0))
+        seq.num_filled = whole
+        return self.sealer.add(fresh, number) > 0
 
     def publish(self, seq: Sequence) -> None:
         """Makes the whole computed pages of ``seq`` findable."""
         whole = seq.num_computed // self.page_size
         if whole > seq.num_published:
-            tokens = seq.token_ids[: whole * self.page_size]
-            self.tree.insert(seq.request.namespace or None, tokens, seq.pages[:whole].tolist())
+            tokens, pages = seq.token_ids[: whole * self.page_size], seq.pages[:whole].tolist()
+            if self.sealer and self._number(seq.request.kv_profile):
+                self.sealer.computed(pages)
+            self.tree.insert(seq.request.namespace or None, tokens, pages)
             seq.num_published = whole
 
     def release(self, seq: Sequence) -> None:
         """Gives back every page ``seq`` holds, exactly once; findable pages stay with the tree."""
-        if seq.num_pages:
-            self.pool.decref(seq.pages[: seq.num_pages].tolist())
+        pages = seq.pages[: seq.num_pages].tolist()
+        if self.sealer:
+            self.sealer.drop(pages, self._number(seq.request.kv_profile))
+        self.pool.decref(pages)
         self.owned_pages -= seq.num_pages
         seq.num_pages = seq.num_computed = seq.num_published = seq.num_filled = 0
 

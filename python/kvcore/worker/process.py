@@ -34,8 +34,8 @@ _RETRY_S = 0.05
 _KEYS_PER_MESSAGE = 4096
 
 
-def run_worker(launch: WorkerLaunch, loaded: Any = None) -> int:
-    """Loads the model unless it is ``loaded``, serves the router until SIGTERM; the exit code."""
+def run_worker(launch: WorkerLaunch, shared: Any = None) -> int:
+    """Loads the model unless it is ``shared``, serves the router until SIGTERM; the exit code."""
     if launch.role not in ASKED_BY:
         raise InvalidArgument(f"role is {launch.role!r}; allowed: {', '.join(ASKED_BY)}")
     if launch.cpus:
@@ -44,7 +44,7 @@ def run_worker(launch: WorkerLaunch, loaded: Any = None) -> int:
         directory = launch.runtime_dir or stack.enter_context(tempfile.TemporaryDirectory())
         from kvcore.worker.build import build_worker  # torch, once the CPUs are set
 
-        engine, about = build_worker(launch, Path(directory), loaded)
+        engine, about = build_worker(launch, Path(directory), shared)
         stack.callback(engine.close)
         return asyncio.run(WorkerProcess(launch, engine, about).run())
 

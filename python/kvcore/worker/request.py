@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.compress import PROFILES
 from kvcore.errors import InvalidArgument
 
 MAX_LOGPROBS = 20
@@ -22,7 +23,7 @@ class Request:
 
     ``tokens`` int32 [prompt]; ``namespace`` 32 bytes, or empty: uncacheable; ``temperature`` 0 is
     greedy; ``num_logprobs`` -1 asks for none; ``deadline_s`` counts from arrival, 0 = none;
-    ``kv_profile`` "" = the worker's own.
+    ``kv_profile`` "" = the worker's own, which is also what a less faithful one gets.
     """
 
     request_id: bytes
@@ -57,6 +58,9 @@ class Request:
             raise InvalidArgument(f"tokens spans {low}..{high}; allowed: 0..{vocab_size - 1}")
         if len(self.namespace) not in (0, 32):
             raise InvalidArgument(f"namespace has {len(self.namespace)} bytes; allowed: 0 or 32")
+        if self.kv_profile not in ("", *PROFILES):
+            allowed = ", ".join(PROFILES)
+            raise InvalidArgument(f"kv_profile is {self.kv_profile!r}; allowed: {allowed}")
         for name, low_limit, high_limit in (
             ("max_tokens", 1, math.inf),
             ("temperature", 0.0, 1e9),

@@ -2,7 +2,9 @@
 
 Pure: no clock, thread or tensor. Decode rows always run; prompts are cut into chunks that share a
 token budget with them. A sequence gets pages for all its tokens on admission and grows by units;
-when pages run out, the latest admitted sequence is put back in front of the queue and recomputed.
+one at a time may start with less when its pages can be sealed as they are computed. When pages run
+out, those of the sequence are sealed early, then those of the latest admitted one; at last that is
+put back in front of the queue and recomputed.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.receiving: list[Sequence] = []
+        self.stuck: list[Sequence] = []  # alone and without room, twice: for the engine to end
         self._decodes, self._receives = decodes, receives
         self._admitted: list[Sequence] = []
 
@@ -95,17 +98,17 @@ class Scheduler:
         budget = self.token_budget - len(rows)
         if rows:
             budget = max(budget, min(_MIN_PREFILL_TOKENS, self.token_budget))
-        for seq in self.running:
-            if seq.remaining > 1 and budget > 0:
-                rows.append(self._chunk(seq, budget))
-                budget -= rows[-1].count
+        for seq in list(self.running):
+            if seq.state is State.RUNNING and seq.remaining > 1 and budget > 0:
+                budget -= self._add_chunk(rows, seq, budget)
+        # A prompt that grows may have preempted one that has a row.
+        rows = [row for row in rows if row.seq.state is State.RUNNING]
         while budget > 0 and self.waiting and self.num_live < self.max_running:
             seq = self.waiting[0]
             if not self._admit(seq):
                 break
             if seq.state is State.RUNNING:
-                rows.append(self._chunk(seq, budget))
-                budget -= rows[-1].count
+                budget -= self._add_chunk(rows, seq, budget)
         return rows
 
     def take_admitted(self) -> list[Sequence]:
@@ -117,16 +120,23 @@ class Scheduler:
         rows = []
         for seq in list(self.running):
             # One of an earlier turn of this loop may have preempted it.
-            if seq.state is State.RUNNING and seq.remaining == 1 and self._make_room(seq):
+            alive = seq.state is State.RUNNING and seq.remaining == 1
+            if alive and self._make_room(seq, seq.num_tokens):
                 rows.append(Row(seq, seq.num_computed, 1))
         return rows
 
-    def _make_room(self, seq: Sequence) -> bool:
-        """Room for all tokens of ``seq``, preempting the latest admitted; False if that was it."""
-        while not self.memory.grow(seq, seq.num_tokens):
+    def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
+        """Room for ``num_tokens`` of ``seq``: by sealing early, then by preempting the latest
+        admitted; False if that was it."""
+        while not self.memory.grow(seq, num_tokens):
             victim = self.running[-1]
-            # Alone and still without room: its own cached prefix pins other frames' pages.
-            victim.skip_match = victim is seq and self.num_live == 1 and self.memory.settled
+            if self.memory.fill(seq) or self.memory.fill(victim):
+                continue
+            if victim is seq and self.num_live == 1 and self.memory.settled:
+                # Alone and still without room: its own cached prefix pins other frames' pages.
+                if seq.skip_match:
+                    self.stuck.append(seq)
+                seq.skip_match = True
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -140,33 +150,47 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.preemptions += 1
 
-    def _chunk(self, seq: Sequence, budget: int) -> Row:
-        """The next tokens of ``seq``, to their end or, where the budget allows, a page's end."""
+    def _add_chunk(self, rows: list[Row], seq: Sequence, budget: int) -> int:
+        """Adds the next tokens of ``seq``, to their end or, where the budget and memory allow, a
+        page's end; how many."""
         end = min(seq.num_tokens, seq.num_computed + budget)
         if end < seq.num_tokens:
             whole_pages = end - end % self.memory.page_size
             end = whole_pages if whole_pages > seq.num_computed else end
-        return Row(seq, seq.num_computed, end - seq.num_computed)
+        if not self.memory.grow(seq, end):
+            there_is = seq.capacity_tokens + self.memory.free_tokens
+            end = min(end, max(there_is, seq.num_computed + self.memory.page_size))
+            if not self._make_room(seq, end):
+                return 0
+        rows.append(Row(seq, seq.num_computed, end - seq.num_computed))
+        return rows[-1].count
 
     def _admit(self, seq: Sequence) -> bool:
         """Gives the first waiting sequence its pages, if there is room, and starts it."""
         spare = 1 if self._decodes and self.num_live else 0
+        receives = self._receives and seq.admissions == 0
         if not seq.skip_match:
             self.memory.match(seq)
-        if not self.memory.grow(seq, seq.num_tokens, spare):
+        if not self.memory.grow(seq, seq.num_tokens, spare) and (
+            receives or not self._grow_in_part(seq, spare)
+        ):
             self.memory.release(seq)
             seq.skip_match = self.num_live == 0 and self.memory.settled
             return False
-        seq.skip_match = False
         self.waiting.popleft()
         if seq.admissions == 0:
             seq.cached_tokens = seq.num_computed
-        if self._receives and seq.admissions == 0:
-            seq.state = State.RECEIVING
-            self.receiving.append(seq)
-        else:
-            seq.state = State.RUNNING
-            self.running.append(seq)
+        seq.state = State.RECEIVING if receives else State.RUNNING
+        (self.receiving if receives else self.running).append(seq)
         seq.admissions += 1
         self._admitted.append(seq)
         return True
+
+    def _grow_in_part(self, seq: Sequence, spare: int) -> bool:
+        """Room for a beginning, where the whole would fit sealed; one sequence at a time, and one
+        that was preempted only alone."""
+        alone = self.num_live == 0
+        partial = any(s.capacity_tokens < s.num_tokens - 1 for s in self.running)
+        if partial or (seq.admissions and not alone) or not self.memory.fits_sealed(seq, alone):
+            return False
+        return self.memory.grow(seq, seq.num_computed + self.memory.page_size, spare)

@@ -189,6 +189,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
         "cuda",
         "huge pages",
         "build",
+        "kv profiles",
     }
 
 

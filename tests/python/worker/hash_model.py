@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from kvcore.compress import profile_class
-from kvcore.pages import PageSpec, Pool, page_ids_for
+from kvcore.compress import PROFILES, profile_class
+from kvcore.model.sampling import sample
+from kvcore.pages import PageClass, PageSpec, Pool, page_ids_for
 from kvcore.worker.memory import PageMemory
 from kvcore.worker.request import Output, Request
-from kvcore.worker.sampling import sample
 
 VOCAB = 97
 EOS = 96
@@ -86,6 +86,12 @@ class Rig:
     model: HashModel
 
 
+def offered(spec: PageSpec, profile: str) -> dict[str, PageClass]:
+    """As ``compress.profile_classes``, with one format everywhere instead of calibrated ones."""
+    names = PROFILES[1 : PROFILES.index(profile) + 1]
+    return {name: profile_class(spec, name) for name in names}
+
+
 def rig(
     num_frames: int = 64,
     page_size: int = 16,
@@ -97,10 +103,10 @@ def rig(
     """``profile``: "" takes small float32 pages, a KV profile bf16 pages as models have them."""
     heads, dim, fmt = (8, 128, "bf16") if profile else (1, 32, "f32")
     spec = PageSpec(1, heads, dim, page_size=page_size, extent_pages=extent, format=fmt)
-    page_class = profile_class(spec, profile or "exact")
-    page_ids = page_ids_for(page_class, num_frames) if page_class else 0
+    classes = offered(spec, profile or "exact")
+    page_ids = page_ids_for(classes[profile], num_frames) if classes else 0
     pool = Pool(spec, num_frames, huge_pages=False, page_ids=page_ids)
-    memory = PageMemory(pool, secret, page_class)
+    memory = PageMemory(pool, secret, classes)
     return Rig(pool, memory, HashPlan(pool), HashModel(max_position))
 
 

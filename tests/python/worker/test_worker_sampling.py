@@ -3,8 +3,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvcore.model.sampling import sample, uniforms
 from kvcore.worker.request import Request
-from kvcore.worker.sampling import sample, uniforms
 
 
 def params_of(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, num_logprobs: int = -1):

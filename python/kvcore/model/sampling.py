@@ -8,15 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcore.worker.request import MAX_LOGPROBS, Request
-
+_TOLD = 20  # most likely tokens that a request may ask for
 _NUCLEUS = 1024  # most nuclei lie within so many tokens: sorting the whole vocabulary is rare
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Sampling(Protocol):
+    """How a row's token is chosen: the fields of a ``generate`` message."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def num_logprobs(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ def _draw_nucleus(
 
 
 def _draw(
-    logits: torch.Tensor, params: Sequence[Request], positions: Sequence[int]
+    logits: torch.Tensor, params: Sequence[Sampling], positions: Sequence[int]
 ) -> torch.Tensor:
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64)
     scaled = logits.double()
@@ -89,7 +102,7 @@ def _draw(
 def _with_logprobs(logits: torch.Tensor, tokens: list[int], counts: Sequence[int]) -> list[Sampled]:
     logprobs = torch.log_softmax(logits.double(), dim=-1)
     chosen = logprobs[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
-    top = torch.topk(logprobs, min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
+    top = torch.topk(logprobs, min(_TOLD, logits.shape[-1]), dim=-1)
     ids, values = top.indices.tolist(), top.values.tolist()
     return [
         Sampled([token], [chosen[i]], ids[i][:n], values[i][:n])
@@ -98,7 +111,7 @@ def _with_logprobs(logits: torch.Tensor, tokens: list[int], counts: Sequence[int
 
 
 def sample(
-    logits: torch.Tensor, params: Sequence[Request], positions: Sequence[int]
+    logits: torch.Tensor, params: Sequence[Sampling], positions: Sequence[int]
 ) -> list[Sampled | None]:
     """Chooses one token per row.
 
