@@ -124,7 +124,7 @@ def test_kill_9_of_the_only_worker_in_mid_request(pair: Serve, role: str) -> Non
         took.append(seconds)
     print(f"dispatched again after {[round(seconds, 2) for seconds in took]} s")
     assert statistics.median(took) < 2.0
-    pair.wait(lambda: set(pair.stats("owned_frames").values()) == {0.0}, 10)
+    pair.wait(lambda: set(pair.stats("owned_pages").values()) == {0.0}, 10)
     pair.wait_ready()
 
 
