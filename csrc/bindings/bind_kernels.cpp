@@ -98,8 +98,9 @@ kernels::AttendArgs attend_args(const AttentionPlan& plan, Address q, std::int64
 }
 
 void attend(AttentionPlan& plan, std::int64_t layer, Address q, std::int64_t q_stride, Address out,
-            std::int64_t out_stride, Address lse, int dtype) {
-  const kernels::AttendArgs args = attend_args(plan, q, q_stride, out, out_stride, lse, dtype);
+            std::int64_t out_stride, Address lse, int dtype, Address page_scores) {
+  kernels::AttendArgs args = attend_args(plan, q, q_stride, out, out_stride, lse, dtype);
+  args.page_scores = reinterpret_cast<float*>(page_scores);
   const py::gil_scoped_release release;
   unwrap(plan.attend(layer, args));
 }
@@ -197,12 +198,14 @@ void bind_plan(py::module_& m) {
       .def("append_ptr", &append, py::arg("layer"), py::arg("k_ptr"), py::arg("k_stride"),
            py::arg("v_ptr"), py::arg("v_stride"), py::arg("dtype"))
       .def("attend_ptr", &attend, py::arg("layer"), py::arg("q_ptr"), py::arg("q_stride"),
-           py::arg("out_ptr"), py::arg("out_stride"), py::arg("lse_ptr"), py::arg("dtype"))
+           py::arg("out_ptr"), py::arg("out_stride"), py::arg("lse_ptr"), py::arg("dtype"),
+           py::arg("page_scores_ptr") = 0)
       .def("run_ptr", &run, py::arg("layer"), py::arg("q_ptr"), py::arg("q_stride"),
            py::arg("k_ptr"), py::arg("k_stride"), py::arg("v_ptr"), py::arg("v_stride"),
            py::arg("out_ptr"), py::arg("lse_ptr"), py::arg("dtype"))
       .def_property_readonly("num_seqs", &AttentionPlan::num_seqs)
       .def_property_readonly("num_tokens", &AttentionPlan::num_tokens)
+      .def_property_readonly("max_pages", &AttentionPlan::max_pages)
       .def_property_readonly("num_q_heads", &AttentionPlan::num_q_heads);
 }
 

@@ -359,7 +359,9 @@ class AttentionPlan(_core.kernels.AttentionPlan):
         code = _same_dtype("k", kt, "v", vt)
         self.append_ptr(layer, kt.ptr, kt.strides[0], vt.ptr, vt.strides[0], code)
 
-    def attend(self, layer: int, q: Any, out: Any, lse: Any = None) -> None:
+    def attend(
+        self, layer: int, q: Any, out: Any, lse: Any = None, page_scores: Any = None
+    ) -> None:
         """Causal attention of the batch's new tokens over their sequences' pages.
 
         Args:
@@ -367,6 +369,9 @@ class AttentionPlan(_core.kernels.AttentionPlan):
             q: [tokens, num_q_heads, head_dim_k] (or the last two flattened).
             out: [tokens, num_q_heads, head_dim_v], written; same dtype as q.
             lse: float32 [tokens, num_q_heads], written: natural log of the softmax denominator.
+            page_scores: float32 [num_seqs, max_pages], written: of a sequence with one new token
+                the probability mass of each page, summed over q heads, so that a row sums to
+                num_q_heads; 0 for other sequences, and for pages that are not seen.
 
         A token that sees nothing (more new tokens than context) gets out 0 and lse -inf.
         """
@@ -375,7 +380,12 @@ class AttentionPlan(_core.kernels.AttentionPlan):
         ot = _rows("out", out, (n, self.num_q_heads, s.head_dim_v), write=True)
         code = _same_dtype("q", qt, "out", ot)
         lse_ptr = 0 if lse is None else _lse("lse", lse, (n, self.num_q_heads), write=True).ptr
-        self.attend_ptr(layer, qt.ptr, qt.strides[0], ot.ptr, ot.strides[0], lse_ptr, code)
+        scores_ptr = 0
+        if page_scores is not None:
+            shape = (self.num_seqs, self.max_pages)
+            scores_ptr = _lse("page_scores", page_scores, shape, write=True).ptr
+        rows = (qt.ptr, qt.strides[0], ot.ptr, ot.strides[0])
+        self.attend_ptr(layer, *rows, lse_ptr, code, scores_ptr)
 
     def run(self, layer: int, q: Any, k: Any, v: Any, out: Any, lse: Any = None) -> None:
         """:meth:`append` followed by :meth:`attend`."""
