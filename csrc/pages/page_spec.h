@@ -30,6 +30,9 @@ struct PageSpecOptions {
       0;  // 0 = smallest power of two whose run per layer is >= 128 KiB, at most 16
   Format format = Format::kBf16;
   LayoutId layout = LayoutId::kPacked;
+  // Multi-head latent attention: V is the first head_dim_v dims of K and has no bytes of its own.
+  // One KV head, canonical layout, no codecs.
+  bool latent = false;
 };
 
 class PageSpec {
@@ -39,7 +42,7 @@ class PageSpec {
   const PageSpecOptions& options() const noexcept { return o_; }
   std::int64_t head_block_bytes() const noexcept;  // K and V of one head of one slice
   std::int64_t k_block_bytes() const noexcept;
-  std::int64_t v_block_bytes() const noexcept;
+  std::int64_t v_block_bytes() const noexcept;  // of latent pages as well, where they lie in K
   std::int64_t slice_bytes() const noexcept;         // header + all heads, 64 B aligned
   std::int64_t layer_stride_bytes() const noexcept;  // extent_pages * slice_bytes
   std::int64_t frame_bytes() const noexcept;

@@ -27,9 +27,10 @@ CPP_LAYERS["bindings"] = {*CPP_LAYERS} - {"apps"}
 
 # Which packages of kvcore a Python module may import.
 THIN = {"pages", "keys", "prefix", "kernels", "compress", "wire", "transport", "stream", "sched"}
-FOUNDATION = {"errors", "config", "_core", "_version"}
+FOUNDATION = {"errors", "_tensors", "config", "_core", "_version"}
 PYTHON_LAYERS: dict[str, set[str]] = {
     "errors": set(),
+    "_tensors": {"_core", "errors"},
     "config": {"errors"},
     "reference": set(),
     **{name: FOUNDATION | THIN for name in THIN},

@@ -208,7 +208,7 @@ Status AttentionPlan::append(std::int64_t layer, TokenRows k, TokenRows v, DType
   KVCORE_RETURN_IF_ERROR(check("layer", layer, 0, p.num_layers - 1));
   const std::int64_t k_width = p.num_kv_heads * p.head_dim_k,
                      v_width = p.num_kv_heads * p.head_dim_v;
-  if (num_tokens_ > 1 && (k.stride < k_width || v.stride < v_width))
+  if (num_tokens_ > 1 && (k.stride < k_width || (v.stride < v_width && !is_latent(p))))
     return invalid_argument(text("token strides of k=", k.stride, " and v=", v.stride,
                                  " elements: expected at least ", k_width, " and ", v_width));
   for (std::int64_t s = 0; s < num_seqs(); ++s)
@@ -225,7 +225,7 @@ Status AttentionPlan::append(std::int64_t layer, TokenRows k, TokenRows v, DType
       const std::int64_t row = seq.first_token + i;
       write_tokens(p, page_ids(s)[token / p.page_size], layer, in_page, n,
                    {k.data + row * k.stride * bytes, k.stride},
-                   {v.data + row * v.stride * bytes, v.stride}, dtype);
+                   rows_after(v, row * v.stride * bytes), dtype);
       i += n;
     }
   }

@@ -8,8 +8,9 @@ from kvcore._core.base import FaultPlan
 class PageSpec:
     """Geometry of pages: layers, KV heads, head dims, tokens per page, number format, layout.
 
-    ``extent_pages`` 0 picks how many consecutive pages a frame has. Raises InvalidArgument naming
-    the field and what is allowed.
+    ``extent_pages`` 0 picks how many consecutive pages a frame has. ``latent``: multi-head latent
+    attention, one KV head whose V is the first ``head_dim_v`` dims of K and takes no bytes; layout
+    "canonical". Raises InvalidArgument naming the field and what is allowed.
     """
 
     def __init__(
@@ -22,7 +23,10 @@ class PageSpec:
         extent_pages: int = 0,
         format: str = "bf16",
         layout: str = "packed",
+        latent: bool = False,
     ) -> None: ...
+    @property
+    def latent(self) -> bool: ...
     @property
     def num_layers(self) -> int: ...
     @property
