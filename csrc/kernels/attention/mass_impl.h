@@ -14,12 +14,16 @@ inline std::int64_t pages_of_step(std::int64_t page_size) {
 
 // Where the q heads of row `row` of the unit's head h begin in the masses of one step.
 inline float* mass_row(const AttendUnit& u, const Step& step, std::int64_t row) {
-  const std::int64_t in_head = row - (step.head - u.h0) * (u.t1 - u.t0) * u.group;
-  const std::int64_t t = u.t0 + in_head / u.group;
+  std::int64_t t = u.t0;
+  std::int64_t in_token = row - (step.head - u.h0) * (u.t1 - u.t0) * u.group;
+  if (u.t1 - u.t0 != 1) {  // decoding alone does without the divisions
+    t += in_token / u.group;
+    in_token %= u.group;
+  }
   const std::int64_t token = u.tokens == nullptr ? t : u.tokens[t];
   const std::int64_t rows = 1 + pages_of_step(u.pages->page_size);
   return u.masses + u.mass_at[token] + step.start / kStepTokens * rows * u.mass_stride +
-         std::int64_t{step.head} * u.group + in_head % u.group;
+         std::int64_t{step.head} * u.group + in_token;
 }
 
 // Maxima and sums of M rows of one token, as vectors.
