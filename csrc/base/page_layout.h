@@ -65,6 +65,7 @@ struct HeadBlock {
   std::int64_t v_offset_bytes;
   Format k_format;
   Format v_format;
+  // V at K's own offset: latent attention, V is the first dims of K and never written apart.
   // Bytes between tokens of a canonical block; 0: head_dim values, as in our own pages.
   std::int64_t k_row_bytes = 0;
   std::int64_t v_row_bytes = 0;

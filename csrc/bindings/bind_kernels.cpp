@@ -33,6 +33,11 @@ const PagesView& view_at(Address address) {
   return *pointer<const PagesView>("view_address", address, 1);
 }
 
+// V of tokens to be written; latent pages take none.
+const char* v_pointer(const PagesView& pages, Address v, std::int64_t tokens) {
+  return pointer<const char>("v", v, kernels::is_latent(pages) ? 0 : tokens);
+}
+
 // A contiguous int32 array of the given rank; the last dimension must be dense.
 const std::int32_t* int32_array(const char* field, const py::array& a, py::ssize_t rank) {
   if (!a.dtype().equal(py::dtype::of<std::int32_t>()))
@@ -84,7 +89,7 @@ void append(AttentionPlan& plan, std::int64_t layer, Address k, std::int64_t k_s
             std::int64_t v_stride, int dtype) {
   const std::int64_t n = plan.num_tokens();
   const kernels::TokenRows k_rows{pointer<const char>("k", k, n), k_stride};
-  const kernels::TokenRows v_rows{pointer<const char>("v", v, n), v_stride};
+  const kernels::TokenRows v_rows{v_pointer(plan.pages(), v, n), v_stride};
   const DType type = dtype_of(dtype);
   const py::gil_scoped_release release;
   unwrap(plan.append(layer, k_rows, v_rows, type));
@@ -98,8 +103,9 @@ kernels::AttendArgs attend_args(const AttentionPlan& plan, Address q, std::int64
 }
 
 void attend(AttentionPlan& plan, std::int64_t layer, Address q, std::int64_t q_stride, Address out,
-            std::int64_t out_stride, Address lse, int dtype) {
-  const kernels::AttendArgs args = attend_args(plan, q, q_stride, out, out_stride, lse, dtype);
+            std::int64_t out_stride, Address lse, int dtype, Address page_scores) {
+  kernels::AttendArgs args = attend_args(plan, q, q_stride, out, out_stride, lse, dtype);
+  args.page_scores = reinterpret_cast<float*>(page_scores);
   const py::gil_scoped_release release;
   unwrap(plan.attend(layer, args));
 }
@@ -111,7 +117,7 @@ void run(AttentionPlan& plan, std::int64_t layer, Address q, std::int64_t q_stri
   const std::int64_t out_stride = std::int64_t{plan.num_q_heads()} * plan.pages().head_dim_v;
   const kernels::AttendArgs args = attend_args(plan, q, q_stride, out, out_stride, lse, dtype);
   const kernels::TokenRows k_rows{pointer<const char>("k", k, n), k_stride};
-  const kernels::TokenRows v_rows{pointer<const char>("v", v, n), v_stride};
+  const kernels::TokenRows v_rows{v_pointer(plan.pages(), v, n), v_stride};
   const py::gil_scoped_release release;
   unwrap(plan.append(layer, k_rows, v_rows, args.dtype));
   unwrap(plan.attend(layer, args));
@@ -136,7 +142,7 @@ void append_kv(Address view, std::int64_t layer, Address k, std::int64_t k_strid
                std::int64_t v_stride, int dtype, Address slot_mapping, std::int64_t tokens) {
   if (tokens < 0) throw ErrorException{invalid_argument(text("tokens=", tokens, " is negative"))};
   const kernels::TokenRows k_rows{pointer<const char>("k", k, tokens), k_stride};
-  const kernels::TokenRows v_rows{pointer<const char>("v", v, tokens), v_stride};
+  const kernels::TokenRows v_rows{v_pointer(view_at(view), v, tokens), v_stride};
   const auto* slots = pointer<const std::int64_t>("slot_mapping", slot_mapping, tokens);
   const DType type = dtype_of(dtype);
   const PagesView& pages = view_at(view);
@@ -150,7 +156,7 @@ void pack_slice(Address view, std::int64_t page, std::int64_t layer, std::int64_
                 std::int64_t v_stride, int dtype) {
   unwrap(kernels::pack_slice(view_at(view), page, layer, first, count,
                              {pointer<const char>("k", k, count), k_stride},
-                             {pointer<const char>("v", v, count), v_stride}, dtype_of(dtype)));
+                             {v_pointer(view_at(view), v, count), v_stride}, dtype_of(dtype)));
 }
 
 void unpack_slice(Address view, std::int64_t page, std::int64_t layer, std::int64_t first,
@@ -197,12 +203,14 @@ void bind_plan(py::module_& m) {
       .def("append_ptr", &append, py::arg("layer"), py::arg("k_ptr"), py::arg("k_stride"),
            py::arg("v_ptr"), py::arg("v_stride"), py::arg("dtype"))
       .def("attend_ptr", &attend, py::arg("layer"), py::arg("q_ptr"), py::arg("q_stride"),
-           py::arg("out_ptr"), py::arg("out_stride"), py::arg("lse_ptr"), py::arg("dtype"))
+           py::arg("out_ptr"), py::arg("out_stride"), py::arg("lse_ptr"), py::arg("dtype"),
+           py::arg("page_scores_ptr") = 0)
       .def("run_ptr", &run, py::arg("layer"), py::arg("q_ptr"), py::arg("q_stride"),
            py::arg("k_ptr"), py::arg("k_stride"), py::arg("v_ptr"), py::arg("v_stride"),
            py::arg("out_ptr"), py::arg("lse_ptr"), py::arg("dtype"))
       .def_property_readonly("num_seqs", &AttentionPlan::num_seqs)
       .def_property_readonly("num_tokens", &AttentionPlan::num_tokens)
+      .def_property_readonly("max_pages", &AttentionPlan::max_pages)
       .def_property_readonly("num_q_heads", &AttentionPlan::num_q_heads);
 }
 

@@ -58,11 +58,11 @@ std::string name_of(E value, const std::pair<const char*, E> (&names)[N]) {
 PageSpec make_spec(std::int32_t num_layers, std::int32_t num_kv_heads, std::int32_t head_dim_k,
                    std::optional<std::int32_t> head_dim_v, std::int32_t page_size,
                    std::int32_t extent_pages, const std::string& format,
-                   const std::string& layout, std::int32_t align_bytes) {
+                   const std::string& layout, std::int32_t align_bytes, bool latent) {
   return unwrap(PageSpec::make(
       {num_layers, num_kv_heads, head_dim_k, head_dim_v.value_or(head_dim_k), page_size,
        extent_pages, parse("format", format, kFormats), parse("layout", layout, kLayouts),
-       align_bytes}));
+       align_bytes, latent}));
 }
 
 template <auto Member>
@@ -76,7 +76,8 @@ void bind_spec(py::module_& m) {
       .def(py::init(&make_spec), py::arg("num_layers"), py::arg("num_kv_heads"),
            py::arg("head_dim_k"), py::arg("head_dim_v") = py::none(), py::arg("page_size") = 64,
            py::arg("extent_pages") = 0, py::arg("format") = "bf16", py::arg("layout") = "packed",
-           py::arg("align_bytes") = kFrameAlignBytes)
+           py::arg("align_bytes") = kFrameAlignBytes, py::arg("latent") = false)
+      .def_property_readonly("latent", &option<&O::latent>)
       .def_property_readonly("num_layers", &option<&O::num_layers>)
       .def_property_readonly("num_kv_heads", &option<&O::num_kv_heads>)
       .def_property_readonly("head_dim_k", &option<&O::head_dim_k>)

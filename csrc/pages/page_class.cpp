@@ -26,6 +26,10 @@ Status check(const PageSpecOptions& o, std::size_t i, Part part, Format f) {
   const bool both = f == Format::kInt8 || f == Format::kFp8;
   if (!both && !(part == Part::kK ? f == Format::kK4 : f == Format::kV4 || f == Format::kV3))
     return refuse("allowed ", name_of(o.format), ", int8, fp8, ", part == Part::kK ? "k4" : "v4, v3");
+  if (o.latent)
+    return Error{ErrorCode::kUnsupported,
+                 text("format '", name_of(f), "': latent pages hold elements only; allowed ",
+                      name_of(o.format))};
   if (o.layout != LayoutId::kPacked)
     return refuse("pages of layout canonical hold elements only; allowed ", name_of(o.format));
   const std::int32_t dim = part == Part::kK ? o.head_dim_k : o.head_dim_v;
@@ -64,6 +68,11 @@ PageClass::PageClass(const PageSpec& spec, std::span<const HeadFormats> formats)
   for (std::size_t i = 0; i < formats_.size();) {
     std::int64_t at = kSliceHeaderBytes;
     for (std::int32_t head = 0; head < o.num_kv_heads; ++head, ++i) {
+      if (o.latent) {  // one head; nothing but its own format
+        heads_.push_back(spec_.head_block(head));
+        at += spec_.head_block_bytes();
+        continue;
+      }
       const std::int64_t v = at + block_bytes(o, Part::kK, formats_[i].k);
       heads_.push_back({at, v, formats_[i].k, formats_[i].v});
       at = v + block_bytes(o, Part::kV, formats_[i].v);

@@ -26,6 +26,18 @@ Status check_head_dim(const char* field, std::int32_t value) {
   return {};
 }
 
+Status check_latent(const PageSpecOptions& o) {
+  if (!o.latent) return {};
+  if (o.num_kv_heads != 1)
+    return invalid_argument(text("num_kv_heads=", o.num_kv_heads, ": latent pages have one"));
+  if (o.head_dim_v > o.head_dim_k)
+    return invalid_argument(text("head_dim_v=", o.head_dim_v, " of latent pages is out of range: ",
+                                 "allowed up to head_dim_k=", o.head_dim_k));
+  if (o.layout != LayoutId::kCanonical)
+    return invalid_argument("layout='packed': latent pages are canonical");
+  return {};
+}
+
 }  // namespace
 
 const char* name_of(Format format) noexcept {
@@ -43,6 +55,7 @@ Result<PageSpec> PageSpec::make(const PageSpecOptions& options) {
     return invalid_argument(text("page_size=", o.page_size, " is not allowed: 16, 32, 64 or 128"));
   if (o.align_bytes != kFrameAlignBytes && o.align_bytes != kSliceHeaderBytes)
     return invalid_argument(text("align_bytes=", o.align_bytes, " is not allowed: 64 or 4096"));
+  KVCORE_RETURN_IF_ERROR(check_latent(o));
   KVCORE_RETURN_IF_ERROR(check_range("extent_pages", o.extent_pages, 0, kMaxExtentPages));
   if (o.extent_pages == 0) {
     const std::int64_t slice = PageSpec(o).slice_bytes();
@@ -60,7 +73,7 @@ std::int64_t PageSpec::v_block_bytes() const noexcept {
   return std::int64_t{o_.page_size} * o_.head_dim_v * element_bytes(o_.format);
 }
 std::int64_t PageSpec::head_block_bytes() const noexcept {
-  return k_block_bytes() + v_block_bytes();
+  return k_block_bytes() + (o_.latent ? 0 : v_block_bytes());
 }
 std::int64_t PageSpec::slice_bytes() const noexcept {
   return align_up(kSliceHeaderBytes + o_.num_kv_heads * head_block_bytes(), 64);
@@ -73,6 +86,7 @@ std::int64_t PageSpec::frame_bytes() const noexcept {
 }
 HeadBlock PageSpec::head_block(std::int32_t head) const noexcept {
   const std::int64_t k = kSliceHeaderBytes + head * head_block_bytes();
+  if (o_.latent) return {k, k, o_.format, o_.format, 0, o_.head_dim_k * element_bytes(o_.format)};
   return {k, k + k_block_bytes(), o_.format, o_.format};
 }
 std::int64_t PageSpec::usable_prefix(std::int64_t num_tokens) const noexcept {
@@ -84,7 +98,8 @@ std::string PageSpec::describe() const {
               " head_dim_k=", o_.head_dim_k, " head_dim_v=", o_.head_dim_v,
               " page_size=", o_.page_size, " extent_pages=", o_.extent_pages, " format=", name_of(o_.format),
               " layout=", o_.layout == LayoutId::kPacked ? "packed" : "canonical",
-              o_.align_bytes == kFrameAlignBytes ? "" : text(" align_bytes=", o_.align_bytes));
+              o_.align_bytes == kFrameAlignBytes ? "" : text(" align_bytes=", o_.align_bytes),
+              o_.latent ? " latent" : "");
 }
 
 }  // namespace kvcore::pages

@@ -33,6 +33,9 @@ struct PageSpecOptions {
   // Of frames and of compressed runs: 4096, what files and peers want, or 64 for pages that never
   // leave the process and are so small that rounding up would cost a part of them.
   std::int32_t align_bytes = static_cast<std::int32_t>(kFrameAlignBytes);
+  // Multi-head latent attention: V is the first head_dim_v dims of K and has no bytes of its own.
+  // One KV head, canonical layout, no codecs.
+  bool latent = false;
 };
 
 class PageSpec {
@@ -42,7 +45,7 @@ class PageSpec {
   const PageSpecOptions& options() const noexcept { return o_; }
   std::int64_t head_block_bytes() const noexcept;  // K and V of one head of one slice
   std::int64_t k_block_bytes() const noexcept;
-  std::int64_t v_block_bytes() const noexcept;
+  std::int64_t v_block_bytes() const noexcept;  // of latent pages as well, where they lie in K
   std::int64_t slice_bytes() const noexcept;         // header + all heads, 64 B aligned
   std::int64_t layer_stride_bytes() const noexcept;  // extent_pages * slice_bytes
   std::int64_t frame_bytes() const noexcept;

@@ -46,13 +46,15 @@ void for_each_element(const PageSpecOptions& o, std::int64_t head, std::int64_t 
 
 // One of the two directions over both K and V: copy(canonical array, offset, slice bytes).
 template <class Bytes, class Copy>
-void for_each_head(const PageSpec& spec, std::byte* slice, Bytes k, Bytes v, Copy copy) {
+void for_each_head(const PageSpec& spec, std::byte* slice, Bytes k, Bytes v, bool with_v,
+                   Copy copy) {
   const PageSpecOptions& o = spec.options();
   for (std::int32_t head = 0; head < o.num_kv_heads; ++head) {
     const HeadBlock block = spec.head_block(head);
     for_each_element(o, head, o.head_dim_k, k_element, [&](std::int64_t from, std::int64_t to) {
       copy(k.data() + from, slice + block.k_offset_bytes + to);
     });
+    if (!with_v) continue;
     for_each_element(o, head, o.head_dim_v, v_element, [&](std::int64_t from, std::int64_t to) {
       copy(v.data() + from, slice + block.v_offset_bytes + to);
     });
@@ -71,7 +73,8 @@ std::int64_t k_element(const PageSpecOptions& o, std::int64_t token, std::int64_
 }
 
 std::int64_t v_element(const PageSpecOptions& o, std::int64_t token, std::int64_t dim) noexcept {
-  if (o.layout == LayoutId::kCanonical) return token * o.head_dim_v + dim;
+  if (o.layout == LayoutId::kCanonical)
+    return token * (o.latent ? o.head_dim_k : o.head_dim_v) + dim;
   const std::int64_t first = dim / kDimBlock * kDimBlock;
   const std::int64_t dims = std::min<std::int64_t>(kDimBlock, o.head_dim_v - first);
   const std::int64_t block = first * o.page_size;
@@ -84,7 +87,7 @@ Status read_slice(const Pool& pool, std::int32_t page, std::int32_t layer, std::
                   std::span<std::byte> v) {
   KVCORE_RETURN_IF_ERROR(check(pool, page, layer, k.size(), v.size()));
   const auto size = static_cast<std::size_t>(element_bytes(pool.spec().options().format));
-  for_each_head(pool.spec(), pool.slice(page, layer), k, v,
+  for_each_head(pool.spec(), pool.slice(page, layer), k, v, true,
                 [&](std::byte* array, const std::byte* slice) { std::memcpy(array, slice, size); });
   return {};
 }
@@ -105,7 +108,7 @@ Status write_slice(Pool& pool, std::int32_t page, std::int32_t layer, std::span<
   header.layout = o.layout;
   std::memcpy(slice, &header, sizeof(header));
   const auto size = static_cast<std::size_t>(element_bytes(o.format));
-  for_each_head(pool.spec(), slice, k, v,
+  for_each_head(pool.spec(), slice, k, v, !o.latent,
                 [&](const std::byte* array, std::byte* to) { std::memcpy(to, array, size); });
   return {};
 }

@@ -14,6 +14,8 @@ constexpr std::uint16_t kVersion = 1;
 constexpr std::int64_t kMaxOffset = std::int64_t{1} << 46;
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 40;
 
+constexpr int kLatentBit = 0x80;  // of the layout's byte
+
 Error corrupt(const std::string& why) { return {ErrorCode::kCorrupt, text("grant: ", why)}; }
 
 void put_spec(ByteWriter& w, const pages::PageSpecOptions& s) {
@@ -22,7 +24,7 @@ void put_spec(ByteWriter& w, const pages::PageSpecOptions& s) {
     w.put(v);
   }
   w.put(static_cast<std::uint8_t>(s.format));
-  w.put(static_cast<std::uint8_t>(s.layout));
+  w.put(static_cast<std::uint8_t>(static_cast<int>(s.layout) | (s.latent ? kLatentBit : 0)));
 }
 
 pages::PageSpecOptions get_spec(ByteReader& r) {
@@ -32,7 +34,9 @@ pages::PageSpecOptions get_spec(ByteReader& r) {
     *v = r.get<std::int32_t>();
   }
   s.format = static_cast<Format>(r.get<std::uint8_t>());
-  s.layout = static_cast<LayoutId>(r.get<std::uint8_t>());
+  const int layout = r.get<std::uint8_t>();
+  s.layout = static_cast<LayoutId>(layout & ~kLatentBit);
+  s.latent = (layout & kLatentBit) != 0;
   return s;
 }
 
@@ -185,7 +189,9 @@ Result<StreamGrant> StreamGrant::decode(std::span<const std::byte> bytes) {
 }
 
 Status check_layout(const pages::PageSpecOptions& local, const pages::PageSpecOptions& remote) {
-  const auto layout_of = [](LayoutId id) { return id == LayoutId::kPacked ? "packed" : "canonical"; };
+  const auto layout_of = [](const pages::PageSpecOptions& o) {
+    return o.latent ? "latent" : o.layout == LayoutId::kPacked ? "packed" : "canonical";
+  };
   const struct {
     const char* name;
     std::string local, remote;
@@ -196,7 +202,7 @@ Status check_layout(const pages::PageSpecOptions& local, const pages::PageSpecOp
       {"head_dim_v", text(local.head_dim_v), text(remote.head_dim_v)},
       {"page_size", text(local.page_size), text(remote.page_size)},
       {"format", pages::name_of(local.format), pages::name_of(remote.format)},
-      {"layout", layout_of(local.layout), layout_of(remote.layout)},
+      {"layout", layout_of(local), layout_of(remote)},
   };
   for (const auto& f : fields) {
     if (f.local != f.remote) {

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore import _core
+from kvcore._tensors import dense_float32, rows, same_dtype
 from kvcore.errors import InvalidArgument
-from kvcore.kernels import _lse, _rows, _same_dtype
 from kvcore.pages import PageClass, PageSpec, Pool
 
 __all__ = ["HeadAttention", "HeadPages", "compact", "head_classes", "head_pool"]
@@ -175,9 +175,9 @@ class HeadAttention(_core.compress.HeadAttention):
             v: [tokens, num_kv_heads, head_dim_v], same dtype as k.
         """
         s = self.pool.spec
-        kt = _rows("k", k, (self.num_tokens, self.num_kv_heads, s.head_dim_k))
-        vt = _rows("v", v, (self.num_tokens, self.num_kv_heads, s.head_dim_v))
-        code = _same_dtype("k", kt, "v", vt)
+        kt = rows("k", k, (self.num_tokens, self.num_kv_heads, s.head_dim_k))
+        vt = rows("v", v, (self.num_tokens, self.num_kv_heads, s.head_dim_v))
+        code = same_dtype("k", kt, "v", vt)
         self.append_ptr(layer, kt.ptr, kt.strides[0], vt.ptr, vt.strides[0], code)
 
     def attend(self, layer: int, q: Any, out: Any, lse: Any = None) -> None:
@@ -190,10 +190,12 @@ class HeadAttention(_core.compress.HeadAttention):
             lse: float32 [tokens, num_q_heads], written: natural log of the softmax denominator.
         """
         s, n = self.pool.spec, self.num_tokens
-        qt = _rows("q", q, (n, self.num_q_heads, s.head_dim_k))
-        ot = _rows("out", out, (n, self.num_q_heads, s.head_dim_v), write=True)
-        code = _same_dtype("q", qt, "out", ot)
-        lse_ptr = 0 if lse is None else _lse("lse", lse, (n, self.num_q_heads), write=True).ptr
+        qt = rows("q", q, (n, self.num_q_heads, s.head_dim_k))
+        ot = rows("out", out, (n, self.num_q_heads, s.head_dim_v), write=True)
+        code = same_dtype("q", qt, "out", ot)
+        lse_ptr = (
+            0 if lse is None else dense_float32("lse", lse, (n, self.num_q_heads), write=True).ptr
+        )
         self.attend_ptr(layer, qt.ptr, qt.strides[0], ot.ptr, ot.strides[0], lse_ptr, code)
 
     def run(self, layer: int, q: Any, k: Any, v: Any, out: Any, lse: Any = None) -> None:

@@ -8,14 +8,20 @@ also has a ``*_ptr`` form that takes addresses and strides in elements: the fast
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcore import _core
+from kvcore._tensors import DTYPE_CODES
+from kvcore._tensors import Tensor as _Tensor
+from kvcore._tensors import dense_float32 as _lse
+from kvcore._tensors import describe as _describe
+from kvcore._tensors import rows as _rows
+from kvcore._tensors import same_dtype as _same_dtype
 from kvcore.errors import InvalidArgument
 from kvcore.pages import Pool
 
@@ -46,9 +52,6 @@ __all__ = [
     "silu_mul_ptr",
     "unpack_slice",
 ]
-
-#: The ``dtype`` argument of the ``*_ptr`` functions, by element type name.
-DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 append_kv_ptr = _core.kernels.append_kv_ptr
 check_block_ptr = _core.kernels.check_block_ptr
@@ -86,91 +89,6 @@ def set_isa(name: str) -> None:
 def available_isas() -> list[str]:
     """The levels this machine and build can run, slowest first."""
     return _core.kernels.available_isas()
-
-
-class _Tensor(NamedTuple):
-    ptr: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # elements
-    dtype: str
-    owner: Any  # keeps the memory alive
-
-
-def _describe(field: str, x: Any, *, write: bool = False) -> _Tensor:
-    """Address, shape, strides and element type of any CPU tensor."""
-    if isinstance(x, np.ndarray):
-        if write and not x.flags.writeable:
-            raise InvalidArgument(f"{field} is a read-only array")
-        name = "bfloat16" if x.dtype == np.uint16 else x.dtype.name
-        size = x.itemsize
-        strides = tuple(s // size for s in x.strides)
-        return _Tensor(x.__array_interface__["data"][0], x.shape, strides, name, x)
-    if hasattr(x, "data_ptr"):
-        if x.device.type != "cpu":
-            raise InvalidArgument(f"{field} is on device {x.device}: expected cpu")
-        name = str(x.dtype).rpartition(".")[2]
-        return _Tensor(x.data_ptr(), tuple(x.shape), tuple(x.stride()), name, x)
-    if hasattr(x, "__dlpack__"):
-        capsule = x.__dlpack__()
-        ptr, shape, strides, name = _core.kernels.describe_dlpack(capsule)
-        return _Tensor(ptr, shape, strides, name, capsule)
-    raise InvalidArgument(
-        f"{field} is a {type(x).__name__}: expected a numpy array, torch tensor or DLPack object"
-    )
-
-
-def _rows(field: str, x: Any, shape: tuple[int, ...], *, write: bool = False) -> _Tensor:
-    """A tensor of the given shape whose dimensions after the first are contiguous."""
-    t = _describe(field, x, write=write)
-    if t.dtype not in DTYPE_CODES:
-        raise InvalidArgument(
-            f"{field} has dtype {t.dtype}: expected one of {', '.join(DTYPE_CODES)}"
-        )
-    if len(t.shape) == 2 and len(shape) == 3:  # [tokens, heads * dim]: the same bytes
-        t = t._replace(
-            shape=(t.shape[0], *_split(field, t.shape[1], shape)),
-            strides=(t.strides[0], t.strides[1] * shape[2], t.strides[1]),
-        )
-    if t.shape != shape:
-        raise InvalidArgument(f"{field} has shape {list(t.shape)}: expected {list(shape)}")
-    if 0 in t.shape:  # whatever strides an empty tensor names
-        return t._replace(strides=(shape[1] * shape[2], shape[2], 1))
-    dense = 1
-    for size, stride in zip(reversed(t.shape[1:]), reversed(t.strides[1:]), strict=True):
-        if size > 1 and stride != dense:
-            raise InvalidArgument(
-                f"{field} has strides {list(t.strides)}: expected all but the first dimension "
-                "to be contiguous"
-            )
-        dense *= size
-    return t
-
-
-def _split(field: str, width: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    if width != shape[1] * shape[2]:
-        raise InvalidArgument(
-            f"{field} has {width} values a token: expected heads * head_dim = "
-            f"{shape[1]} * {shape[2]}"
-        )
-    return shape[1], shape[2]
-
-
-def _same_dtype(a: str, x: _Tensor, b: str, y: _Tensor) -> int:
-    if x.dtype != y.dtype:
-        raise InvalidArgument(f"{a} is {x.dtype} and {b} is {y.dtype}: expected the same dtype")
-    return DTYPE_CODES[x.dtype]
-
-
-def _lse(field: str, x: Any, shape: tuple[int, ...], *, write: bool = False) -> _Tensor:
-    t = _describe(field, x, write=write)
-    dense = tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
-    contiguous = all(n <= 1 or s == d for n, s, d in zip(shape, t.strides, dense, strict=False))
-    if t.dtype != "float32" or t.shape != shape or not contiguous:
-        raise InvalidArgument(
-            f"{field} is {t.dtype} {list(t.shape)} with strides {list(t.strides)}: "
-            f"expected contiguous float32 {list(shape)}"
-        )
-    return t
 
 
 def _int32(x: npt.ArrayLike) -> npt.NDArray[Any]:
@@ -345,21 +263,20 @@ class AttentionPlan(_core.kernels.AttentionPlan):
         """
         super().prepare(_int32(cu_seqlens_q), _int32(context_lens), _int32(block_table))
 
-    def append(self, layer: int, k: Any, v: Any) -> None:
+    def append(self, layer: int, k: Any, v: Any = None) -> None:
         """Write the batch's new tokens into their pages.
 
         Args:
             layer: 0 to num_layers - 1.
             k: [tokens, num_kv_heads, head_dim_k] (or the last two flattened), any float dtype.
-            v: [tokens, num_kv_heads, head_dim_v], same dtype as k.
+            v: [tokens, num_kv_heads, head_dim_v], same dtype as k; not read, and may be None, where
+                pages are latent (:class:`kvcore.pages.PageSpec`).
         """
-        s = self.pool.spec
-        kt = _rows("k", k, (self.num_tokens, s.num_kv_heads, s.head_dim_k))
-        vt = _rows("v", v, (self.num_tokens, s.num_kv_heads, s.head_dim_v))
-        code = _same_dtype("k", kt, "v", vt)
-        self.append_ptr(layer, kt.ptr, kt.strides[0], vt.ptr, vt.strides[0], code)
+        self.append_ptr(layer, *_kv_rows(self.pool, self.num_tokens, k, v))
 
-    def attend(self, layer: int, q: Any, out: Any, lse: Any = None) -> None:
+    def attend(
+        self, layer: int, q: Any, out: Any, lse: Any = None, page_scores: Any = None
+    ) -> None:
         """Causal attention of the batch's new tokens over their sequences' pages.
 
         Args:
@@ -367,6 +284,9 @@ class AttentionPlan(_core.kernels.AttentionPlan):
             q: [tokens, num_q_heads, head_dim_k] (or the last two flattened).
             out: [tokens, num_q_heads, head_dim_v], written; same dtype as q.
             lse: float32 [tokens, num_q_heads], written: natural log of the softmax denominator.
+            page_scores: float32 [num_seqs, max_pages], written: of a sequence with one new token
+                the probability mass of each page, summed over q heads, so that a row sums to
+                num_q_heads; 0 for other sequences, and for pages that are not seen.
 
         A token that sees nothing (more new tokens than context) gets out 0 and lse -inf.
         """
@@ -375,7 +295,12 @@ class AttentionPlan(_core.kernels.AttentionPlan):
         ot = _rows("out", out, (n, self.num_q_heads, s.head_dim_v), write=True)
         code = _same_dtype("q", qt, "out", ot)
         lse_ptr = 0 if lse is None else _lse("lse", lse, (n, self.num_q_heads), write=True).ptr
-        self.attend_ptr(layer, qt.ptr, qt.strides[0], ot.ptr, ot.strides[0], lse_ptr, code)
+        scores_ptr = 0
+        if page_scores is not None:
+            shape = (self.num_seqs, self.max_pages)
+            scores_ptr = _lse("page_scores", page_scores, shape, write=True).ptr
+        rows = (qt.ptr, qt.strides[0], ot.ptr, ot.strides[0])
+        self.attend_ptr(layer, *rows, lse_ptr, code, scores_ptr)
 
     def run(self, layer: int, q: Any, k: Any, v: Any, out: Any, lse: Any = None) -> None:
         """:meth:`append` followed by :meth:`attend`."""
@@ -433,11 +358,22 @@ def merge_states(
     return out, lse
 
 
+def _kv_rows(pool: Any, count: int, k: Any, v: Any) -> tuple[int, int, int, int, int]:
+    """Addresses and token strides of K and V rows that are to be written, and their dtype."""
+    s = pool.spec
+    kt = _rows("k", k, (count, s.num_kv_heads, s.head_dim_k))
+    if v is None and getattr(s, "latent", False):
+        return kt.ptr, kt.strides[0], 0, 0, DTYPE_CODES[kt.dtype]
+    vt = _rows("v", v, (count, s.num_kv_heads, s.head_dim_v))
+    return kt.ptr, kt.strides[0], vt.ptr, vt.strides[0], _same_dtype("k", kt, "v", vt)
+
+
 def append_kv(pool: Pool, layer: int, k: Any, v: Any, slot_mapping: Any) -> None:
     """Write token i to page ``slot_mapping[i] // page_size``, slot ``slot_mapping[i] % page_size``.
 
     Args:
-        k, v: [tokens, num_kv_heads, head_dim], same dtype; converted to the page's format.
+        k, v: [tokens, num_kv_heads, head_dim], same dtype; converted to the page's format. v may be
+            None where pages are latent.
         slot_mapping: int64 [tokens]; -1 skips a token.
     """
     slots = _describe("slot_mapping", slot_mapping)
@@ -445,46 +381,29 @@ def append_kv(pool: Pool, layer: int, k: Any, v: Any, slot_mapping: Any) -> None
         raise InvalidArgument(
             f"slot_mapping is {slots.dtype} {list(slots.shape)}: expected contiguous int64 [tokens]"
         )
-    s, n = pool.spec, slots.shape[0]
-    kt = _rows("k", k, (n, s.num_kv_heads, s.head_dim_k))
-    vt = _rows("v", v, (n, s.num_kv_heads, s.head_dim_v))
-    code = _same_dtype("k", kt, "v", vt)
-    append_kv_ptr(
-        pool.view_address, layer, kt.ptr, kt.strides[0], vt.ptr, vt.strides[0], code, slots.ptr, n
-    )
+    n = slots.shape[0]
+    append_kv_ptr(pool.view_address, layer, *_kv_rows(pool, n, k, v), slots.ptr, n)
 
 
 def pack_slice(pool: Pool, page: int, layer: int, k: Any, v: Any, first: int = 0) -> None:
     """Write canonical rows into one page of one layer, from slot ``first``.
 
     Args:
-        k, v: [count, num_kv_heads, head_dim], same dtype; ``first + count <= page_size``.
+        k, v: [count, num_kv_heads, head_dim], same dtype; ``first + count <= page_size``. v may be
+            None where pages are latent.
     """
-    _move_rows(_core.kernels.pack_slice_ptr, pool, page, layer, k, v, first, write=False)
+    count = int(k.shape[0])
+    rows = _kv_rows(pool, count, k, v)
+    _core.kernels.pack_slice_ptr(pool.view_address, page, layer, first, count, *rows)
 
 
 def unpack_slice(pool: Pool, page: int, layer: int, k: Any, v: Any, first: int = 0) -> None:
     """Read slots ``first`` to ``first + count`` of one page of one layer into k and v (written)."""
-    _move_rows(_core.kernels.unpack_slice_ptr, pool, page, layer, k, v, first, write=True)
-
-
-def _move_rows(
-    move: Callable[..., None],
-    pool: Pool,
-    page: int,
-    layer: int,
-    k: Any,
-    v: Any,
-    first: int,
-    write: bool,
-) -> None:
-    s = pool.spec
-    count = int(k.shape[0])
-    kt = _rows("k", k, (count, s.num_kv_heads, s.head_dim_k), write=write)
-    vt = _rows("v", v, (count, s.num_kv_heads, s.head_dim_v), write=write)
-    code = _same_dtype("k", kt, "v", vt)
-    places = (kt.ptr, kt.strides[0], vt.ptr, vt.strides[0])
-    move(pool.view_address, page, layer, first, count, *places, code)
+    s, count = pool.spec, int(k.shape[0])
+    kt = _rows("k", k, (count, s.num_kv_heads, s.head_dim_k), write=True)
+    vt = _rows("v", v, (count, s.num_kv_heads, s.head_dim_v), write=True)
+    rows = (kt.ptr, kt.strides[0], vt.ptr, vt.strides[0], _same_dtype("k", kt, "v", vt))
+    _core.kernels.unpack_slice_ptr(pool.view_address, page, layer, first, count, *rows)
 
 
 def copy_pages(pool: Pool, from_pages: Sequence[int], to_pages: Sequence[int]) -> None:

@@ -38,9 +38,10 @@ THIN = {
     "stream",
     "sched",
 }
-FOUNDATION = {"errors", "config", "_core", "_version"}
+FOUNDATION = {"errors", "_tensors", "config", "_core", "_version"}
 PYTHON_LAYERS: dict[str, set[str]] = {
     "errors": set(),
+    "_tensors": {"_core", "errors"},
     "config": {"errors"},
     "reference": set(),
     **{name: FOUNDATION | THIN for name in THIN},

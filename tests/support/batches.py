@@ -43,6 +43,7 @@ class Shape:
     extent_pages: int = 0
     window: int = 0
     soft_cap: float = 0.0
+    latent: bool = False
 
     @property
     def spec(self) -> pages.PageSpec:
@@ -56,6 +57,7 @@ class Shape:
             extent_pages=self.extent_pages,
             format=self.fmt,
             layout=self.layout,
+            latent=self.latent,
         )
 
     @property
@@ -70,6 +72,7 @@ class Shape:
             self.extent_pages,
             self.fmt,
             self.layout,
+            self.latent,
         )
 
     @property
@@ -88,12 +91,17 @@ class Sequence:
 
 
 def kv_values(shape: Shape, content: int, layer: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Stored elements k [count, H, Dk], v [count, H, Dv] of the first tokens of a content."""
+    """Stored elements k [count, H, Dk], v [count, H, Dv] of the first tokens of a content.
+
+    v of latent pages is the first dims of k.
+    """
     values = []
     for which, dim in ((0, shape.head_dim_k), (1, shape.head_dim_v)):
         rng = np.random.default_rng([content, layer, which])
         draws = rng.standard_normal((count, shape.num_kv_heads, dim), np.float32)
         values.append(ref.encode(draws, shape.fmt))
+    if shape.latent:
+        return values[0], np.ascontiguousarray(values[0][:, :, : shape.head_dim_v])
     return values[0], values[1]
 
 

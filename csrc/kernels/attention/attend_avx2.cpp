@@ -17,6 +17,7 @@ namespace kvcore::kernels::avx2 {
 
 void attend_unit_entry(const AttendUnit& unit) { attend_unit(unit); }
 void fold_unit_entry(const AttendUnit& unit) { fold_unit(unit); }
+void score_pages_entry(const ScorePages& scores) { score_pages(scores); }
 void merge_rows_entry(const MergeRows& rows) { merge_rows(rows); }
 
 }  // namespace kvcore::kernels::avx2

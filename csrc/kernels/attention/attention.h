@@ -12,7 +12,8 @@
 // level: not on the batch, the chunking, the page size or the number of threads. With a window,
 // "its pages" are those that it sees.
 // Thread rules: one plan is used by one thread at a time; it runs on the ThreadPool it was made
-// with. The PagesView and the pool must outlive the plan. No memory is allocated after prepare().
+// with. The PagesView and the pool must outlive the plan. No memory is allocated after prepare(),
+// but for page scores when they are first asked for.
 #pragma once
 
 #include <cstdint>
@@ -45,6 +46,9 @@ struct AttendArgs {
   std::int64_t out_stride = 0;
   float* lse = nullptr;        // [tokens, num_q_heads] natural log, contiguous; may be null
   DType dtype = DType::kBf16;  // of q and out, whatever the pages' format
+  // [num_seqs, max_pages] contiguous; may be null. Of sequences with one new token: the probability
+  // mass of each page, summed over q heads (a row sums to num_q_heads); 0 for other sequences.
+  float* page_scores = nullptr;
 };
 
 struct PlanOptions {
@@ -69,6 +73,7 @@ class AttentionPlan {
 
   std::int64_t num_seqs() const noexcept { return static_cast<std::int64_t>(sequences_.size()); }
   std::int64_t num_tokens() const noexcept { return num_tokens_; }
+  std::int64_t max_pages() const noexcept { return max_pages_; }
   std::int32_t num_q_heads() const noexcept { return num_q_heads_; }
   // The softmax scale; make() with it gives the same bits.
   double scale() const noexcept { return scale_log2_ / 1.4426950408889634; }
@@ -91,9 +96,12 @@ class AttentionPlan {
   const PlanSequence& at(std::int64_t s) const { return sequences_[static_cast<std::size_t>(s)]; }
   int num_threads() const { return threads_ == nullptr ? 1 : threads_->num_threads(); }
   void reserve_scratch();
+  void place_masses();
+  void reserve_masses(const AttendArgs& args);
   AttendUnit expand(const WorkUnit& unit, const Call& call, const Scratch& scratch) const;
   static void run_units(void* call, int thread);
   static void run_folds(void* call, int thread);
+  static void run_scores(void* call, int thread);
 
   const PagesView* pages_;
   std::int32_t num_q_heads_;
@@ -104,7 +112,7 @@ class AttentionPlan {
   std::int32_t classes_seen_ = 0;
   bool k_pairs_ = false, k_floats_ = false, k_words_ = false;
 
-  std::int64_t num_tokens_ = 0;
+  std::int64_t num_tokens_ = 0, max_pages_ = 0;
   std::vector<PlanSequence> sequences_;
   std::vector<std::int32_t> page_ids_;
   std::vector<Schedule> schedules_;  // one for each window
@@ -112,6 +120,9 @@ class AttentionPlan {
   std::vector<float> memory_;  // scratch of all threads, then partials
   std::vector<Scratch> scratch_;
   RowSums partials_{};
+  std::vector<std::int64_t> mass_at_;    // [tokens] into masses_; -1: not a decoding sequence's
+  std::int64_t mass_floats_ = 0;         // that they take
+  std::vector<float> masses_, own_lse_;  // for page scores; they only ever grow
 };
 
 }  // namespace kvcore::kernels

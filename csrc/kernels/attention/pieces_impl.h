@@ -113,7 +113,8 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
   step.head = h;
   step.start = start;
   step.num_pieces = 0;
-  step.p_pairs = step.p_floats = step.k_codes = step.v_codes = false;
+  step.p_pairs = step.k_codes = step.v_codes = false;
+  step.p_floats = u.masses != nullptr && page < kStepTokens;
   step.plain = step.in_place = true;
   const std::int64_t tokens = at_most(u.first_visible + u.t1 - 1 - start, kStepTokens);
   for (std::int64_t i = first_piece(u, start); i < tokens;) {

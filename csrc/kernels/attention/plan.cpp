@@ -134,6 +134,7 @@ Status AttentionPlan::prepare(const BatchArgs& b) {
   KVCORE_RETURN_IF_ERROR(validate(b));
   sequences_.clear();
   page_ids_.clear();
+  max_pages_ = b.max_pages;
   num_tokens_ = b.num_seqs > 0 ? b.cu_seqlens_q[b.num_seqs] : 0;
   for (std::int64_t s = 0; s < b.num_seqs; ++s) {
     sequences_.push_back({b.cu_seqlens_q[s], b.cu_seqlens_q[s + 1] - b.cu_seqlens_q[s],
@@ -144,13 +145,15 @@ Status AttentionPlan::prepare(const BatchArgs& b) {
   for (Schedule& schedule : schedules_)
     schedule.build({pages_, num_q_heads_, num_threads(), sequences_, page_ids_.data()});
   reserve_scratch();
+  place_masses();
   return {};
 }
 
 // One allocation for all threads' scratch and the partials; it only ever grows.
 void AttentionPlan::reserve_scratch() {
   const std::int64_t dk = pages_->head_dim_k, dv = pages_->head_dim_v;
-  std::int64_t rows = 0, partial_rows = 0;
+  // At least as many rows as hold a number of each q head: run_scores uses a row buffer for that.
+  std::int64_t rows = ceil_div(num_q_heads_, 16), partial_rows = 0;
   for (const Schedule& schedule : schedules_) {
     rows = std::max(rows, schedule.max_rows());
     partial_rows = std::max(partial_rows, schedule.partial_rows());
@@ -205,7 +208,7 @@ Status AttentionPlan::append(std::int64_t layer, TokenRows k, TokenRows v, DType
   KVCORE_RETURN_IF_ERROR(check("layer", layer, 0, p.num_layers - 1));
   const std::int64_t k_width = p.num_kv_heads * p.head_dim_k,
                      v_width = p.num_kv_heads * p.head_dim_v;
-  if (num_tokens_ > 1 && (k.stride < k_width || v.stride < v_width))
+  if (num_tokens_ > 1 && (k.stride < k_width || (v.stride < v_width && !is_latent(p))))
     return invalid_argument(text("token strides of k=", k.stride, " and v=", v.stride,
                                  " elements: expected at least ", k_width, " and ", v_width));
   for (std::int64_t s = 0; s < num_seqs(); ++s)
@@ -222,7 +225,7 @@ Status AttentionPlan::append(std::int64_t layer, TokenRows k, TokenRows v, DType
       const std::int64_t row = seq.first_token + i;
       write_tokens(p, page_ids(s)[token / p.page_size], layer, in_page, n,
                    {k.data + row * k.stride * bytes, k.stride},
-                   {v.data + row * v.stride * bytes, v.stride}, dtype);
+                   rows_after(v, row * v.stride * bytes), dtype);
       i += n;
     }
   }
@@ -281,6 +284,10 @@ AttendUnit AttentionPlan::expand(const WorkUnit& unit, const Call& call,
       .partial_row = unit.partial_row,
       .partial_rows = whole_lines(rows),
       .refs = unit.ref >= 0 ? schedule.refs() + unit.ref : nullptr,
+      .masses =
+          a.page_scores == nullptr || seq.q_len != 1 ? nullptr : const_cast<float*>(masses_.data()),
+      .mass_at = mass_at_.data() + first_token,
+      .mass_stride = whole_lines(num_q_heads_),
       .scratch = &scratch,
       .pack = pack_tokens,
       .decode = call.table->decode_block,
@@ -305,16 +312,68 @@ void AttentionPlan::run_folds(void* context, int thread) {
     call.table->fold_unit(plan.expand(folds[i], call, scratch));
 }
 
-Status AttentionPlan::attend(std::int64_t layer, const AttendArgs& args) {
+// Page scores are wanted of sequences that decode one token; each has its masses step after step.
+void AttentionPlan::place_masses() {
+  const std::int64_t page = pages_->page_size;
+  const std::int64_t rows = 1 + (page < kStepTokens ? kStepTokens / page : 1);
+  mass_at_.assign(static_cast<std::size_t>(num_tokens_), -1);
+  mass_floats_ = 0;
+  for (const PlanSequence& seq : sequences_) {
+    if (seq.q_len != 1) continue;
+    mass_at_[static_cast<std::size_t>(seq.first_token)] = mass_floats_;
+    mass_floats_ += ceil_div(seq.context_len, kStepTokens) * rows * whole_lines(num_q_heads_);
+  }
+}
+
+void AttentionPlan::reserve_masses(const AttendArgs& args) {
+  if (static_cast<std::int64_t>(masses_.size()) < mass_floats_)
+    masses_.resize(static_cast<std::size_t>(mass_floats_));
+  const auto lses = static_cast<std::size_t>(num_tokens_ * num_q_heads_);
+  if (args.lse == nullptr && own_lse_.size() < lses) own_lse_.resize(lses);
+}
+
+void AttentionPlan::run_scores(void* context, int thread) {
+  Call& call = *static_cast<Call*>(context);
+  const AttentionPlan& plan = *call.plan;
+  const std::int64_t page = plan.pages_->page_size, heads = plan.num_q_heads_;
+  for (std::size_t i;
+       (i = call.next.fetch_add(1, std::memory_order_relaxed)) < plan.sequences_.size();) {
+    const PlanSequence& seq = plan.sequences_[i];
+    float* out = call.args->page_scores + static_cast<std::int64_t>(i) * plan.max_pages_;
+    std::fill_n(out, plan.max_pages_, 0.f);
+    if (seq.q_len != 1 || seq.context_len == 0) continue;
+    const std::int64_t page0 =
+        first_seen(call.schedule->window(), seq.context_len, seq.q_len, 0) / page;
+    const auto token = static_cast<std::size_t>(seq.first_token);
+    call.table->score_pages({.masses = plan.masses_.data() + plan.mass_at_[token],
+                             .mass_stride = whole_lines(heads),
+                             .lse = call.args->lse + seq.first_token * heads,
+                             .work = plan.scratch_[static_cast<std::size_t>(thread)].q_floats,
+                             .out = out + page0,
+                             .num_q_heads = plan.num_q_heads_,
+                             .page_size = plan.pages_->page_size,
+                             .page0 = page0,
+                             .page1 = ceil_div(seq.context_len, page),
+                             .steps = ceil_div(seq.context_len, kStepTokens)});
+  }
+}
+
+Status AttentionPlan::attend(std::int64_t layer, const AttendArgs& wanted) {
   const PagesView& p = *pages_;
   KVCORE_RETURN_IF_ERROR(check("layer", layer, 0, p.num_layers - 1));
   const std::int64_t q_width = std::int64_t{num_q_heads_} * p.head_dim_k;
   const std::int64_t out_width = std::int64_t{num_q_heads_} * p.head_dim_v;
-  if (num_tokens_ > 1 && (args.q_stride < q_width || args.out_stride < out_width))
-    return invalid_argument(text("token strides of q=", args.q_stride, " and out=", args.out_stride,
-                                 " elements: expected at least ", q_width, " and ", out_width));
+  if (num_tokens_ > 1 && (wanted.q_stride < q_width || wanted.out_stride < out_width))
+    return invalid_argument(text("token strides of q=", wanted.q_stride,
+                                 " and out=", wanted.out_stride, " elements: expected at least ",
+                                 q_width, " and ", out_width));
   KVCORE_ASSIGN_OR_RETURN(const KernelTable* table, kernel_table());
   see_classes();
+  AttendArgs args = wanted;
+  if (args.page_scores != nullptr) {
+    reserve_masses(args);
+    if (args.lse == nullptr) args.lse = own_lse_.data();
+  }
   const Schedule& schedule = schedules_[layer_schedule_[static_cast<std::size_t>(layer)]];
   const auto run = [&](ThreadPool::Function function) {
     Call call{this, &schedule, table, static_cast<std::int32_t>(layer), &args};
@@ -325,6 +384,7 @@ Status AttentionPlan::attend(std::int64_t layer, const AttendArgs& args) {
   };
   run(run_units);
   if (!schedule.folds().empty()) run(run_folds);
+  if (args.page_scores != nullptr) run(run_scores);
   return {};
 }
 

@@ -3,6 +3,7 @@
 
 #include "kernels/attention/code_step_impl.h"
 #include "kernels/attention/mask_impl.h"
+#include "kernels/attention/mass_impl.h"
 #include "kernels/attention/pieces_impl.h"
 #include "kernels/attention/rotated_impl.h"
 
@@ -16,8 +17,9 @@ struct Group {
   alignas(64) std::uint32_t p_pairs[kMaxRows][kStepTokens / 2];
   alignas(64) float alpha[kMaxLanes];
   alignas(64) float ones[kMaxLanes];
-  alignas(64) float base[kMaxLanes];
-  bool any_rotated;  // some head has rotated sums in this segment
+  alignas(64) float base[kMaxLanes + kMaxRows];  // rows are read from any of them on
+  alignas(64) float sums[kMaxRows][kMaxLanes];   // of p, where page scores are wanted
+  bool any_rotated;                              // some head has rotated sums in this segment
   CodeStep code_step;
   CodeRows codes;
 };
@@ -95,6 +97,7 @@ inline void probabilities_of(const AttendUnit& u, const Step& step, std::int64_t
     if (step.p_pairs) store_bf16(reinterpret_cast<char*>(g.p_pairs[m]) + 2 * j * kW, e);
     if (step.p_floats) store(&g.p[m][j * kW], e);
   }
+  if (u.masses != nullptr) store(g.sums[m], sum);
   float* l = u.scratch->l_lanes + row * kMaxLanes;
   store(l, fma(load(l), set1(g.alpha[m]), sum));
 }
@@ -234,6 +237,7 @@ inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, st
       if (!Plain && step.v_codes) load_token_scales(u, step, g.code_step);
     }
     softmax<Window>(u, step, row, rows, seen, g);
+    if (u.masses != nullptr) keep_masses(u, step, row, rows, g.base, g.p, g.sums);
     if (!Plain && step.v_codes) load_code_weights(g.p, rows, g.code_step, g.codes);
     values_of<Plain, Window>(u, step, row, rows, seen, g);
     row += rows;

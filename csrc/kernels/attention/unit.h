@@ -90,9 +90,28 @@ struct AttendUnit {
   RowSums partials;
   std::int64_t partial_row, partial_rows;
   const PartialRef* refs;
+  // Attention mass for page scores; null: not wanted. From masses + mass_at[token of q] on lie, of
+  // each step from the sequence's first, rows of mass_stride q heads: the running maximum of each
+  // head, then the sums of 2^(score - maximum) of each of the step's pages.
+  float* masses;
+  const std::int64_t* mass_at;
+  std::int64_t mass_stride;
   const Scratch* scratch;
   PackTokens pack;
   DecodeTokens decode;
+};
+
+// out[i] = the probability mass of page page0 + i, of all q heads together.
+struct ScorePages {
+  const float* masses;  // of one token, as attend_unit leaves them
+  std::int64_t mass_stride;
+  const float* lse;  // [num_q_heads]
+  float* work;       // [mass_stride]
+  float* out;        // [page1 - page0]
+  std::int32_t num_q_heads;
+  std::int32_t page_size;
+  std::int64_t page0, page1;
+  std::int64_t steps;  // that there are
 };
 
 // out = merge of a and b, row by row; an empty part (lse -inf) leaves the other bit for bit.

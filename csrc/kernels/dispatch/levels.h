@@ -11,6 +11,7 @@ namespace kvcore::kernels {
   namespace level {                               \
   void attend_unit_entry(const AttendUnit&);      \
   void fold_unit_entry(const AttendUnit&);        \
+  void score_pages_entry(const ScorePages&);      \
   void merge_rows_entry(const MergeRows&);        \
   void norm_rows_entry(const NormRows&);          \
   void rope_rows_entry(const RopeRows&);          \

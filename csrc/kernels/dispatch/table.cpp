@@ -17,7 +17,8 @@ struct Level {
 
 #define KVCORE_LEVEL(level)                                                                 \
   {                                                                                         \
-    #level, level::attend_unit_entry, level::fold_unit_entry, level::merge_rows_entry,      \
+    #level, level::attend_unit_entry, level::fold_unit_entry, level::score_pages_entry,     \
+        level::merge_rows_entry,                                                            \
         level::norm_rows_entry, level::rope_rows_entry, level::silu_mul_rows_entry,         \
         level::encode_block_entry, level::decode_block_entry                                \
   }

@@ -18,6 +18,7 @@ struct KernelTable {
   const char* name;  // "scalar", "avx2", "avx512"
   void (*attend_unit)(const AttendUnit&);
   void (*fold_unit)(const AttendUnit&);
+  void (*score_pages)(const ScorePages&);
   void (*merge_rows)(const MergeRows&);
   void (*norm_rows)(const NormRows&);
   void (*rope_rows)(const RopeRows&);

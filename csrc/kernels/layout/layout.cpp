@@ -125,6 +125,16 @@ void write_header(const SliceRef& slice, const PageRecord& record, std::int64_t 
 
 }  // namespace
 
+bool is_latent(const PagesView& pages) noexcept {
+  const ClassView& open = pages.classes[0];
+  return open.has_headers && is_latent(open.layers[0].heads[0]);
+}
+
+Status check_v(const PagesView& pages, TokenRows v, std::int64_t tokens) {
+  if (is_latent(pages)) return {};  // not read
+  return check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, tokens);
+}
+
 Status check_writable(const PagesView& pages, std::int64_t page, std::int64_t layer) {
   const HeadBlock* heads = slice_of(pages, page, layer).layer->heads;
   for (std::int32_t h = 0; h < pages.num_kv_heads; ++h) {
@@ -152,6 +162,7 @@ void write_tokens(const PagesView& pages, std::int64_t page, std::int64_t layer,
     write_head(Part::kK, {pages.page_size, pages.head_dim_k, head.k_format, layout, head.k_row_bytes},
                data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
                k.stride, dtype);
+    if (slice.cls->has_headers && is_latent(head)) continue;
     write_head(Part::kV, {pages.page_size, pages.head_dim_v, head.v_format, layout, head.v_row_bytes},
                data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
                v.stride, dtype);
@@ -179,8 +190,7 @@ Status append_kv(const PagesView& pages, std::int64_t layer, TokenRows k, TokenR
   KVCORE_RETURN_IF_ERROR(check("layer", layer, 0, pages.num_layers - 1));
   KVCORE_RETURN_IF_ERROR(
       check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, tokens));
-  KVCORE_RETURN_IF_ERROR(
-      check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, tokens));
+  KVCORE_RETURN_IF_ERROR(check_v(pages, v, tokens));
   std::int64_t writable = -1;
   for (std::int64_t i = 0; i < tokens; ++i) {
     const std::int64_t slot = slot_mapping[static_cast<std::size_t>(i)];
@@ -202,7 +212,7 @@ Status append_kv(const PagesView& pages, std::int64_t layer, TokenRows k, TokenR
     if (slot >= 0)
       write_tokens(pages, slot / pages.page_size, layer, slot % pages.page_size, n,
                    {k.data + i * k.stride * bytes, k.stride},
-                   {v.data + i * v.stride * bytes, v.stride}, dtype);
+                   rows_after(v, i * v.stride * bytes), dtype);
     i += n;
   }
   return {};
@@ -213,7 +223,7 @@ Status pack_slice(const PagesView& pages, std::int64_t page, std::int64_t layer,
   KVCORE_RETURN_IF_ERROR(check_head_dims(pages));
   KVCORE_RETURN_IF_ERROR(check_slice(pages, page, layer, first, count));
   KVCORE_RETURN_IF_ERROR(check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, count));
-  KVCORE_RETURN_IF_ERROR(check_stride("v", v.stride, pages.num_kv_heads * pages.head_dim_v, count));
+  KVCORE_RETURN_IF_ERROR(check_v(pages, v, count));
   KVCORE_RETURN_IF_ERROR(check_writable(pages, page, layer));
   write_tokens(pages, page, layer, first, count, k, v, dtype);
   return {};

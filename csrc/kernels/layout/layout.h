@@ -23,6 +23,18 @@ struct MutableTokenRows {
   std::int64_t stride;
 };
 
+// V is the first dims of K (PageSpec's latent): what is written is K alone, and v may be null.
+inline bool is_latent(const HeadBlock& head) noexcept {
+  return head.v_offset_bytes == head.k_offset_bytes;
+}
+bool is_latent(const PagesView& pages) noexcept;
+inline TokenRows rows_after(TokenRows rows, std::int64_t bytes) noexcept {
+  return {rows.data == nullptr ? nullptr : rows.data + bytes, rows.stride};
+}
+
+// Whether v's stride fits: see pack_slice.
+Status check_v(const PagesView& pages, TokenRows v, std::int64_t tokens);
+
 // Token i goes to page slot_mapping[i] / page_size, slot slot_mapping[i] % page_size; -1 skips it.
 Status append_kv(const PagesView& pages, std::int64_t layer, TokenRows k, TokenRows v, DType dtype,
                  std::span<const std::int64_t> slot_mapping);

@@ -51,6 +51,7 @@ class AttentionPlan:
         out_stride: int,
         lse_ptr: int,
         dtype: int,
+        page_scores_ptr: int = 0,
     ) -> None: ...
     def run_ptr(
         self,
@@ -69,6 +70,8 @@ class AttentionPlan:
     def num_seqs(self) -> int: ...
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def max_pages(self) -> int: ...
     @property
     def num_q_heads(self) -> int: ...
 

@@ -9,8 +9,9 @@ class PageSpec:
     """Geometry of pages: layers, KV heads, head dims, tokens per page, number format, layout.
 
     ``extent_pages`` 0 picks how many consecutive pages a frame has. ``align_bytes``, of frames and
-    compressed runs, is 4096, or 64 for small pages that stay in the process. Raises InvalidArgument
-    naming the field and what is allowed.
+    compressed runs, is 4096, or 64 for small pages that stay in the process. ``latent``: multi-head
+    latent attention, one KV head whose V is the first ``head_dim_v`` dims of K and takes no bytes;
+    layout "canonical". Raises InvalidArgument naming the field and what is allowed.
     """
 
     def __init__(
@@ -24,7 +25,10 @@ class PageSpec:
         format: str = "bf16",
         layout: str = "packed",
         align_bytes: int = 4096,
+        latent: bool = False,
     ) -> None: ...
+    @property
+    def latent(self) -> bool: ...
     @property
     def num_layers(self) -> int: ...
     @property

@@ -43,6 +43,7 @@ class Geometry:
     extent_pages: int = 0
     fmt: str = "bf16"
     layout: str = "packed"
+    latent: bool = False  # V is the first dims of K, in place
 
     @property
     def resolved_extent(self) -> int:
@@ -62,6 +63,8 @@ class Geometry:
     @property
     def v_block_bytes(self) -> int:
         """Bytes of V of one head of one slice."""
+        if self.latent:
+            return 0
         return self.page_size * self.head_dim_v * STORAGE_DTYPE[self.fmt].itemsize
 
     @property
@@ -95,7 +98,7 @@ class Geometry:
         """Byte offsets of the K block and the V block of one KV head of one slice."""
         start = self.slice_offset(page, layer) + HEADER_BYTES
         k = start + head * (self.k_block_bytes + self.v_block_bytes)
-        return k, k + self.k_block_bytes
+        return k, k if self.latent else k + self.k_block_bytes
 
 
 def pack_k(k: Elements, fmt: str) -> Elements:

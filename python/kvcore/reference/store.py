@@ -37,7 +37,8 @@ def read_slice(arena: Bytes, geo: Geometry, page: int, layer: int) -> tuple[Elem
             v[:, head] = unpack_v(v_flat, size, geo.head_dim_v, geo.fmt)
         else:
             k[:, head] = k_flat.reshape(size, geo.head_dim_k)
-            v[:, head] = v_flat.reshape(size, geo.head_dim_v)
+            latent = k[:, head, : geo.head_dim_v]
+            v[:, head] = latent if geo.latent else v_flat.reshape(size, geo.head_dim_v)
     return k, v
 
 
@@ -57,7 +58,8 @@ def write_slice(
             v_flat[:] = pack_v(v[:, head], geo.fmt)
         else:
             k_flat[:] = k[:, head].reshape(-1)
-            v_flat[:] = v[:, head].reshape(-1)
+            if not geo.latent:
+                v_flat[:] = v[:, head].reshape(-1)
 
 
 def append_by_slots(
