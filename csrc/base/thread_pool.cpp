@@ -92,16 +92,30 @@ void ThreadPool::run(Function function, void* context) {
   const std::lock_guard lock(section_);
   function_ = function;
   context_ = context;
-  pending_.store(static_cast<std::uint32_t>(num_threads_ - 1), std::memory_order_relaxed);
+  inside_.store(0, std::memory_order_release);
   generation_.fetch_add(1, std::memory_order_release);
   generation_.notify_all();
   function(context, 0);
-  for (std::int64_t i = 0; i < spins_; ++i) {
-    if (pending_.load(std::memory_order_acquire) == 0) return;
+  std::uint32_t left = inside_.fetch_or(kClosed, std::memory_order_acq_rel) | kClosed;
+  for (std::int64_t i = 0; i < spins_ && left != kClosed; ++i) {
     pause_cpu();
+    left = inside_.load(std::memory_order_acquire);
   }
-  for (std::uint32_t left; (left = pending_.load(std::memory_order_acquire)) != 0;)
-    pending_.wait(left, std::memory_order_acquire);
+  for (; left != kClosed; left = inside_.load(std::memory_order_acquire))
+    inside_.wait(left, std::memory_order_acquire);
+}
+
+bool ThreadPool::enter() noexcept {
+  std::uint32_t now = inside_.load(std::memory_order_relaxed);
+  while ((now & kClosed) == 0)
+    if (inside_.compare_exchange_weak(now, now + 1, std::memory_order_acquire,
+                                      std::memory_order_relaxed))
+      return true;
+  return false;
+}
+
+void ThreadPool::leave() noexcept {
+  if (inside_.fetch_sub(1, std::memory_order_acq_rel) == (kClosed | 1)) inside_.notify_one();
 }
 
 void ThreadPool::worker(int thread) {
@@ -112,8 +126,9 @@ void ThreadPool::worker(int thread) {
     generation_.wait(seen, std::memory_order_acquire);
     seen = generation_.load(std::memory_order_acquire);
     if (stop_.load(std::memory_order_relaxed)) return;
+    if (!enter()) continue;  // too late: the section is over
     function_(context_, thread);
-    if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) pending_.notify_one();
+    leave();
   }
 }
 

@@ -1,6 +1,5 @@
 // Packing, appending, copying, merging, conversions and the instruction set switch.
 #include <array>
-#include <atomic>
 
 #include "base/cpu_features.h"
 #include "kernels/fixture.h"
@@ -173,27 +172,6 @@ TEST(Isa, UnknownLevelNamesTheAllowed) {
     ASSERT_TRUE(set_isa(name).ok());
     EXPECT_EQ((*kernel_table())->name, name);
   }
-}
-
-TEST(Threads, EveryThreadRunsOncePerSection) {
-  for (const int n : {1, 2, 5}) {
-    auto pool = ThreadPool::make(n);
-    ASSERT_TRUE(pool.ok());
-    std::vector<std::atomic<int>> counts(static_cast<std::size_t>(n));
-    for (int i = 0; i < 500; ++i)
-      (*pool)->run(
-          [](void* c, int t) {
-            ++(*static_cast<std::vector<std::atomic<int>>*>(c))[static_cast<std::size_t>(t)];
-          },
-          &counts);
-    for (const auto& c : counts) EXPECT_EQ(c.load(), 500);
-  }
-  EXPECT_FALSE(ThreadPool::make(0).ok());
-  EXPECT_FALSE(ThreadPool::make(257).ok());
-  const std::int32_t far_away[] = {0, 100000}, short_list[] = {0};
-  EXPECT_FALSE(ThreadPool::make(2, far_away).ok());
-  EXPECT_FALSE(ThreadPool::make(2, short_list).ok());
-  EXPECT_FALSE((*ThreadPool::make(200))->spins());
 }
 
 }  // namespace
