@@ -97,7 +97,7 @@ async def test_workers_are_forked_off_one_template(tmp_path: Path) -> None:
 @case
 async def test_a_killed_worker_is_forked_again(tmp_path: Path) -> None:
     made = Case(tmp_path, "model", "stay")
-    await made.until(lambda: made.launcher.pids())
+    await made.until(lambda: made.launcher.pids() and made.notes("worker"))
     os.kill(made.launcher.pids()["mono-0"], signal.SIGKILL)
     await made.until(lambda: len(made.notes("worker")) == 2)
     assert made.launcher.restarts == 1 and len(made.notes("loaded")) == 1
@@ -128,7 +128,7 @@ async def test_workers_outlive_a_killed_template_and_the_next_is_of_a_new_one(
     tmp_path: Path,
 ) -> None:
     made = Case(tmp_path, "model", "stay")
-    await made.until(lambda: made.launcher.pids())
+    await made.until(lambda: made.launcher.pids() and made.notes("worker"))
     (template,), worker = made.launcher.template_pids(), made.launcher.pids()["mono-0"]
     os.kill(template, signal.SIGKILL)
     await made.until(lambda: len(made.notes("loaded")) == 2)  # before anybody asks for it
