@@ -8,6 +8,7 @@
 #include "bindings/address.h"
 #include "bindings/errors.h"
 #include "kernels/formats/formats.h"
+#include "pages/page_spec.h"
 
 namespace py = pybind11;
 
@@ -16,18 +17,14 @@ namespace {
 
 using kernels::BlockSpec;
 
-constexpr std::pair<const char*, Format> kFormats[] = {{"int8", Format::kInt8},
-                                                       {"fp8", Format::kFp8},
-                                                       {"k4", Format::kK4},
-                                                       {"v4", Format::kV4},
-                                                       {"v3", Format::kV3}};
+constexpr Format kCodecs[] = {Format::kInt8, Format::kFp8, Format::kK4, Format::kV4, Format::kV3};
 
 BlockSpec spec_of(const std::string& format, const std::string& part, std::int64_t tokens,
                   std::int64_t dim) {
   if (part != "k" && part != "v")
     throw ErrorException{invalid_argument(text("part='", part, "' is unknown: allowed k, v"))};
-  for (const auto& [name, value] : kFormats)
-    if (format == name) return {value, part == "k" ? Part::kK : Part::kV, tokens, dim};
+  for (const Format value : kCodecs)
+    if (format == pages::name_of(value)) return {value, part == "k" ? Part::kK : Part::kV, tokens, dim};
   throw ErrorException{invalid_argument(
       text("format='", format, "' is not a compressed format: allowed int8, fp8, k4, v4, v3"))};
 }

@@ -31,28 +31,26 @@ using pages::Pool;
 using pages::ReadonlyMapping;
 using PageList = std::vector<std::int32_t>;
 
-constexpr std::pair<const char*, Format> kFormats[] = {
-    {"bf16", Format::kBf16}, {"f16", Format::kF16}, {"f32", Format::kF32}};
-constexpr std::pair<const char*, LayoutId> kLayouts[] = {{"packed", LayoutId::kPacked},
-                                                         {"canonical", LayoutId::kCanonical}};
+constexpr Format kElements[] = {Format::kBf16, Format::kF16, Format::kF32};
+constexpr Format kFormats[] = {Format::kBf16, Format::kF16, Format::kF32, Format::kInt8,
+                               Format::kFp8,  Format::kK4,  Format::kV4,  Format::kV3};
+constexpr LayoutId kLayouts[] = {LayoutId::kPacked, LayoutId::kCanonical};
+
+using pages::name_of;
+const char* name_of(LayoutId layout) {
+  return layout == LayoutId::kPacked ? "packed" : "canonical";
+}
 
 template <class E, std::size_t N>
-E parse(const char* field, const std::string& name, const std::pair<const char*, E> (&names)[N]) {
+E parse(const char* field, const std::string& name, const E (&values)[N]) {
   std::string allowed;
-  for (const auto& [known, value] : names) {
+  for (const E value : values) {
+    const char* known = name_of(value);
     if (name == known) return value;
     allowed += allowed.empty() ? known : text(", ", known);
   }
   throw ErrorException{
       invalid_argument(text(field, "='", name, "' is unknown: allowed ", allowed))};
-}
-
-template <class E, std::size_t N>
-std::string name_of(E value, const std::pair<const char*, E> (&names)[N]) {
-  for (const auto& [known, v] : names) {
-    if (v == value) return known;
-  }
-  return "unknown";
 }
 
 PageSpec make_spec(std::int32_t num_layers, std::int32_t num_kv_heads, std::int32_t head_dim_k,
@@ -61,7 +59,7 @@ PageSpec make_spec(std::int32_t num_layers, std::int32_t num_kv_heads, std::int3
                    const std::string& layout, std::int32_t align_bytes, bool latent) {
   return unwrap(PageSpec::make(
       {num_layers, num_kv_heads, head_dim_k, head_dim_v.value_or(head_dim_k), page_size,
-       extent_pages, parse("format", format, kFormats), parse("layout", layout, kLayouts),
+       extent_pages, parse("format", format, kElements), parse("layout", layout, kLayouts),
        align_bytes, latent}));
 }
 
@@ -85,10 +83,10 @@ void bind_spec(py::module_& m) {
       .def_property_readonly("page_size", &option<&O::page_size>)
       .def_property_readonly("align_bytes", &option<&O::align_bytes>)
       .def_property_readonly("extent_pages", &option<&O::extent_pages>)
-      .def_property_readonly(
-          "format", [](const PageSpec& s) { return name_of(s.options().format, kFormats); })
-      .def_property_readonly(
-          "layout", [](const PageSpec& s) { return name_of(s.options().layout, kLayouts); })
+      .def_property_readonly("format",
+                             [](const PageSpec& s) { return name_of(s.options().format); })
+      .def_property_readonly("layout",
+                             [](const PageSpec& s) { return name_of(s.options().layout); })
       .def_property_readonly("slice_bytes", &PageSpec::slice_bytes)
       .def_property_readonly("layer_stride_bytes", &PageSpec::layer_stride_bytes)
       .def_property_readonly("frame_bytes", &PageSpec::frame_bytes)
@@ -103,10 +101,6 @@ void bind_spec(py::module_& m) {
 
 using FormatNames = std::vector<std::vector<std::pair<std::string, std::string>>>;
 
-constexpr std::pair<const char*, Format> kAllFormats[] = {
-    {"bf16", Format::kBf16}, {"f16", Format::kF16}, {"f32", Format::kF32}, {"int8", Format::kInt8},
-    {"fp8", Format::kFp8},   {"k4", Format::kK4},   {"v4", Format::kV4},   {"v3", Format::kV3}};
-
 PageClass make_class(const PageSpec& spec, const FormatNames& formats) {
   const auto heads = static_cast<std::size_t>(spec.options().num_kv_heads);
   std::vector<pages::HeadFormats> table;
@@ -115,7 +109,7 @@ PageClass make_class(const PageSpec& spec, const FormatNames& formats) {
       throw ErrorException{invalid_argument(text("formats[", layer, "] has ", formats[layer].size(),
                                                  " entries: allowed ", heads, " (KV heads)"))};
     for (const auto& [k, v] : formats[layer])
-      table.push_back({parse("format", k, kAllFormats), parse("format", v, kAllFormats)});
+      table.push_back({parse("format", k, kFormats), parse("format", v, kFormats)});
   }
   return unwrap(PageClass::make(spec, table));
 }
