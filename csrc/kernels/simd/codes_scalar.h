@@ -1,9 +1,11 @@
 // Products of small integers, exact at every level. All codes_<isa>.h define:
+//
 //   kTopByte      the largest left operand of dot_bytes
-//   dot_bytes     per lane: acc + sum of four products of an unsigned byte of a and a signed one of
-//   b dot_halves    per lane: acc + sum of two products of signed 16-bit halves odd_bytes     bytes
-//   1 and 3 of each lane as halves; low_nibbles, high_nibbles: of each byte byte_table    16 bytes
-//   for look_up, whose indices are bytes 0 to 15; with two tables, bytes
+//   dot_bytes     per lane: acc + sum of four products of an unsigned byte of a and a signed one of b
+//   dot_halves    per lane: acc + sum of two products of signed 16-bit halves
+//   odd_bytes     bytes 1 and 3 of each lane as halves
+//   low_nibbles, high_nibbles   of each byte
+//   byte_table    16 bytes for look_up, whose indices are bytes 0 to 15; with two tables, bytes
 //                 whose bit is set in `bits` (one a byte of the vector) come from the other
 //   exchange      neighbours at a distance of lanes change places
 //   store_bytes   the low bytes of four vectors, one behind the other; their lanes fit a byte
