@@ -14,7 +14,7 @@ from class_pages import ClassPages
 from harness import Context, Result, interleave, rate_result, seconds
 from kvcore import kernels
 from limits import MIB, LinearRead
-from workloads import Heads, RotatingKv
+from workloads import Heads, RotatingKv, parse_shape
 
 PASS_MIB = 128
 FORMATS = [("int8", "int8"), ("k4", "v4"), ("k4", "v3"), ("k4", "int8"), ("int8", "v4")]
@@ -43,16 +43,12 @@ def _per_batch(kv: RotatingKv) -> float:
 
 
 def run(context: Context) -> Iterator[Result]:
-    """Two results per shape and pair of formats: against linear read, and against bf16 pages.
-
-    ``KVCORE_BENCH_SHAPES`` and ``KVCORE_BENCH_FORMATS`` (counts) cut the lists short.
-    """
+    """Two results per shape and pair of formats: against linear read, and against bf16 pages."""
     linear = LinearRead(part_mib=PASS_MIB)
-    shapes = SHAPES[: int(os.environ.get("KVCORE_BENCH_SHAPES", 1 if context.quick else 99))]
-    formats = FORMATS[: int(os.environ.get("KVCORE_BENCH_FORMATS", 99))]
-    for heads, batch, tokens, page in shapes:
+    asked = [(*parse_shape(shape), 64) for shape in context.shapes]
+    for heads, batch, tokens, page in asked or SHAPES[: 1 if context.quick else None]:
         shape = (heads, batch, tokens, page)
-        timed = {pair: _kv(*shape, *pair) for pair in [("bf16", "bf16"), *formats]}
+        timed = {pair: _kv(*shape, *pair) for pair in [("bf16", "bf16"), *FORMATS]}
         calls = {"/".join(pair): partial(_per_batch, kv) for pair, kv in timed.items()}
         taken = interleave({"limit": linear, **calls}, context.rounds(20, 6))
         plain = taken["bf16/bf16"]
