@@ -15,6 +15,7 @@ import torch
 from kvcore.compress import PROFILES, profile_class
 from kvcore.model.sampling import sample
 from kvcore.pages import PageClass, PageSpec, Pool, page_ids_for
+from kvcore.worker.engine import Engine
 from kvcore.worker.memory import PageMemory
 from kvcore.worker.request import Output, Request
 
@@ -150,3 +151,22 @@ def tokens_of(outputs: list[Output]) -> list[int]:
             assert output.fields["first_index"] == len(tokens)
             tokens += output.fields["token_ids"]
     return tokens
+
+
+def make(parts, **options) -> Engine:
+    return Engine(parts.model, parts.memory, parts.plan, **options)
+
+
+def prompt_of(rng: np.random.Generator, size: int) -> list[int]:
+    return rng.integers(0, VOCAB - 1, size).tolist()
+
+
+def assert_baseline(parts) -> None:
+    """Nothing but the tree holds pages, and without it the pool is empty."""
+    assert parts.memory.owned_pages == 0
+    parts.memory.tree.clear()
+    stats = parts.pool.stats()
+    assert (stats.held_pages, stats.io_pages, stats.used_bytes) == (0, 0, 0)
+    assert stats.free_frames == stats.num_frames
+    sealer = parts.memory.sealer
+    assert sealer is None or not any(sealer._readers.values())

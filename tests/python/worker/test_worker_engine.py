@@ -3,31 +3,25 @@
 import numpy as np
 import pytest
 import torch
-from hash_model import EOS, VOCAB, expected, name_of, request, rig, run, tokens_of
+from hash_model import (
+    EOS,
+    VOCAB,
+    assert_baseline,
+    expected,
+    make,
+    name_of,
+    prompt_of,
+    request,
+    rig,
+    run,
+    tokens_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcore import _core
 from kvcore.errors import InvalidArgument, OutOfPages
-from kvcore.worker.engine import Engine
 
 SECRET = b"s" * 32
-
-
-def make(parts, **options) -> Engine:
-    return Engine(parts.model, parts.memory, parts.plan, **options)
-
-
-def prompt_of(rng: np.random.Generator, size: int) -> list[int]:
-    return rng.integers(0, VOCAB - 1, size).tolist()
-
-
-def assert_baseline(parts) -> None:
-    """Nothing but the tree holds pages, and without it the pool is empty."""
-    assert parts.memory.owned_pages == 0
-    parts.memory.tree.clear()
-    stats = parts.pool.stats()
-    assert (stats.held_pages, stats.io_pages) == (0, 0)
-    assert stats.free_frames == stats.num_frames
 
 
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 200])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hash_model import VOCAB, expected, request, rig, run, tokens_of
+from hash_model import VOCAB, assert_baseline, expected, make, request, rig, run, tokens_of
 from kvcore._core.base import FaultPlan
 from kvcore.errors import InvalidArgument, OutOfPages
 from kvcore.worker.engine import Engine
@@ -12,10 +12,6 @@ SMALL = {"page_size": 16, "extent": 2, "profile": "small"}
 
 def prompt_of(seed: int, size: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB - 1, size).tolist()
-
-
-def make(parts, **options) -> Engine:
-    return Engine(parts.model, parts.memory, parts.plan, **options)
 
 
 def classes_of(parts, seq) -> list[int]:
@@ -34,13 +30,6 @@ def answer(engine: Engine, name: int, prompt: list[int], profile: str = "", coun
     outputs = run(engine)[name]
     settle(engine)
     return tokens_of(outputs), outputs[-1].fields["cached_tokens"]
-
-
-def assert_baseline(parts) -> None:
-    assert parts.memory.owned_pages == 0
-    parts.memory.tree.clear()
-    assert (parts.pool.stats().held_pages, parts.pool.stats().used_bytes) == (0, 0)
-    assert not any(parts.memory.sealer._readers.values())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,17 @@ The hash model reads page ids only, so that tokens show whether pages are still 
 
 import numpy as np
 import pytest
-from hash_model import VOCAB, expected, name_of, request, rig, run, tokens_of
+from hash_model import (
+    assert_baseline,
+    expected,
+    make,
+    name_of,
+    prompt_of,
+    request,
+    rig,
+    run,
+    tokens_of,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,22 +24,6 @@ from kvcore.pages import PageClass
 from kvcore.worker.engine import Engine
 
 SMALL = {"page_size": 16, "extent": 2, "profile": "small"}
-
-
-def make(parts, **options) -> Engine:
-    return Engine(parts.model, parts.memory, parts.plan, **options)
-
-
-def prompt_of(rng: np.random.Generator, size: int) -> list[int]:
-    return rng.integers(0, VOCAB - 1, size).tolist()
-
-
-def assert_baseline(parts) -> None:
-    assert parts.memory.owned_pages == 0
-    parts.memory.tree.clear()
-    stats = parts.pool.stats()
-    assert (stats.held_pages, stats.io_pages, stats.used_bytes) == (0, 0, 0)
-    assert stats.free_frames == stats.num_frames
 
 
 def classes_of(parts, engine: Engine) -> list[list[int]]:
