@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +39,28 @@ def load_model(name: str, config: WorkerConfig) -> Loaded:
     return Loaded(loaded, profile_classes(loaded, config.kv_profile, config.page_size))
 
 
+@contextlib.contextmanager
+def _running_on(cpus: Collection[int]) -> Iterator[None]:
+    """Threads started inside may run on ``cpus``."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus or own)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
+
+
 def build_worker(
-    launch: WorkerLaunch, directory: Path, shared: Loaded | None = None
+    launch: WorkerLaunch,
+    directory: Path,
+    shared: Loaded | None = None,
+    service_cpus: Collection[int] = (),
 ) -> tuple[Engine, dict[str, Any]]:
-    """The engine of ``launch`` and its part of ``hello``; sockets go to ``directory``."""
+    """The engine of ``launch`` and its part of ``hello``; sockets go to ``directory``.
+
+    The stream's threads, which take turns with the computing one layer by layer, may run on
+    ``service_cpus`` (none: where the caller does) and so need not interrupt it.
+    """
     config = launch.worker
     if launch.role == "prefill":  # its pages are read as they are
         config = dataclasses.replace(config, kv_profile="exact")
@@ -80,13 +100,14 @@ def build_worker(
     if launch.role == "decode":
         shm = f"shm:{directory}/decode-{os.getpid()}.sock"
         listen = [shm if config.transport == "shm" else "tcp:127.0.0.1:0"]
-    endpoint = Endpoint(
-        pool,
-        listen,
-        key=read_key_file(launch.key_file) if launch.key_file else b"",
-        checksums=config.checksums,  # type: ignore[arg-type]  # one of the schema's choices
-        pacing_bytes_per_s=config.pacing_bytes_per_s,
-    )
+    with _running_on(service_cpus):
+        endpoint = Endpoint(
+            pool,
+            listen,
+            key=read_key_file(launch.key_file) if launch.key_file else b"",
+            checksums=config.checksums,  # type: ignore[arg-type]  # one of the schema's choices
+            pacing_bytes_per_s=config.pacing_bytes_per_s,
+        )
     about["stream_addresses"] = list(endpoint.addresses)
     role = DecodeEngine if launch.role == "decode" else PrefillEngine
     return role(loaded, memory, plan, endpoint=endpoint, **options), about

@@ -15,6 +15,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,16 @@ def run_worker(launch: WorkerLaunch, shared: Any = None) -> int:
     """Loads the model unless it is ``shared``, serves the router until SIGTERM; the exit code."""
     if launch.role not in ASKED_BY:
         raise InvalidArgument(f"role is {launch.role!r}; allowed: {', '.join(ASKED_BY)}")
+    everywhere = os.sched_getaffinity(0)
     if launch.cpus:
         os.sched_setaffinity(0, launch.cpus)
     with contextlib.ExitStack() as stack:
         directory = launch.runtime_dir or stack.enter_context(tempfile.TemporaryDirectory())
         from kvcore.worker.build import build_worker  # torch, once the CPUs are set
 
-        engine, about = build_worker(launch, Path(directory), shared)
+        engine, about = build_worker(launch, Path(directory), shared, everywhere)
         stack.callback(engine.close)
-        return asyncio.run(WorkerProcess(launch, engine, about).run())
+        return asyncio.run(WorkerProcess(launch, engine, about).run(everywhere))
 
 
 class WorkerProcess:
@@ -72,15 +74,18 @@ class WorkerProcess:
         """Refuses new requests, lets running ones end within a limit, then leaves."""
         self._stop.set()
 
-    async def run(self) -> int:
+    async def run(self, cpus: Collection[int] = ()) -> int:
         """Until ``stop`` or until no router is found; the exit code.
 
+        The engine's thread keeps the caller's CPUs, this one goes on with ``cpus``, if any.
         Raises InvalidArgument when a router is found that cannot use this worker.
         """
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self.stop)
         self.engine_loop = EngineLoop(self._engine, self._deliver)
+        if cpus:
+            os.sched_setaffinity(0, cpus)
         try:
             return await self._serve()
         finally:

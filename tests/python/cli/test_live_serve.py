@@ -136,6 +136,17 @@ def test_workers_share_the_weights_of_their_template(pair: Serve) -> None:
     assert "loads the model" not in pair.log and "load the model" not in pair.log
 
 
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="two workers need two CPUs to be pinned"
+)
+def test_only_what_computes_is_pinned(pair: Serve) -> None:
+    """What sends and receives may run beside it and need not interrupt it layer by layer."""
+    for role in ("prefill", "decode"):
+        tasks = Path(f"/proc/{pair.pids(role)[-1]}/task").iterdir()
+        cpus = [len(os.sched_getaffinity(int(task.name))) for task in tasks]
+        assert cpus.count(1) == 1 and len(cpus) > 3, cpus
+
+
 def test_a_killed_template_takes_no_worker_along(pair: Serve) -> None:
     workers, (template,) = [pair.pids(r)[-1] for r in ("prefill", "decode")], pair.templates()
     os.kill(template, signal.SIGKILL)
