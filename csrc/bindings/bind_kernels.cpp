@@ -7,6 +7,7 @@
 #include <array>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "bindings/dlpack.h"
 #include "bindings/errors.h"
 #include "kernels/attention/attention.h"
+#include "kernels/bounds/bounds.h"
 #include "kernels/dispatch/table.h"
 #include "kernels/layout/layout.h"
 #include "kernels/layout/tensor_pages.h"
@@ -173,6 +175,42 @@ void copy_pages(Address view, const std::vector<std::int64_t>& from,
   unwrap(kernels::copy_pages(view_at(view), from, to));
 }
 
+std::span<const std::int32_t> int32_span(const char* field, const py::array& a) {
+  return {int32_array(field, a, 1), static_cast<std::size_t>(a.shape(0))};
+}
+
+void page_bounds(Address view, std::int64_t layer, const py::array& page_ids,
+                 const py::array& valid_tokens, Address out) {
+  const PagesView& pages = view_at(view);
+  kernels::PageBoundsArgs args;
+  args.layer = layer;
+  args.page_ids = int32_span("page_ids", page_ids);
+  args.valid_tokens = int32_span("valid_tokens", valid_tokens);
+  args.out = pointer<float>("out", out, page_ids.shape(0));
+  const py::gil_scoped_release release;
+  unwrap(kernels::page_bounds(pages, args));
+}
+
+void page_score_bounds(Address q, std::int64_t q_stride, int dtype, std::int64_t rows,
+                       std::int64_t num_q_heads, Address bounds, std::int64_t pages,
+                       std::int64_t num_kv_heads, std::int64_t head_dim, double scale,
+                       Address out) {
+  kernels::BoundScoresArgs args;
+  args.q = pointer<const void>("q", q, rows * num_q_heads);
+  args.q_stride = q_stride;
+  args.dtype = dtype_of(dtype);
+  args.rows = rows;
+  args.num_q_heads = num_q_heads;
+  args.bounds = pointer<const float>("bounds", bounds, pages * num_kv_heads);
+  args.pages = pages;
+  args.num_kv_heads = num_kv_heads;
+  args.head_dim = head_dim;
+  args.scale = scale;
+  args.out = pointer<float>("out", out, rows * num_kv_heads * pages);
+  const py::gil_scoped_release release;
+  unwrap(kernels::page_score_bounds(args));
+}
+
 void bind_plan(py::module_& m) {
   py::class_<ThreadPool>(m, "ThreadPool")
       .def(py::init([](std::int64_t num_threads, std::optional<std::vector<std::int32_t>> cpus) {
@@ -237,6 +275,12 @@ void bind_kernels(py::module_ m) {
         py::arg("v_ptr"), py::arg("v_stride"), py::arg("dtype"));
   m.def("copy_pages", &copy_pages, py::arg("view_address"), py::arg("from_pages"),
         py::arg("to_pages"));
+  m.def("page_bounds_ptr", &page_bounds, py::arg("view_address"), py::arg("layer"),
+        py::arg("page_ids"), py::arg("valid_tokens"), py::arg("out_ptr"));
+  m.def("page_score_bounds_ptr", &page_score_bounds, py::arg("q_ptr"), py::arg("q_stride"),
+        py::arg("dtype"), py::arg("rows"), py::arg("num_q_heads"), py::arg("bounds_ptr"),
+        py::arg("num_pages"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"),
+        py::arg("out_ptr"));
 }
 
 }  // namespace kvcore::bindings

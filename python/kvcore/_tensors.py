@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcore import _core
 from kvcore.errors import InvalidArgument
@@ -86,10 +88,17 @@ def same_dtype(a: str, x: Tensor, b: str, y: Tensor) -> int:
     return DTYPE_CODES[x.dtype]
 
 
+def int32(x: npt.ArrayLike) -> npt.NDArray[Any]:
+    """Lists as int32; arrays as they are, for the core to look at."""
+    return np.asarray(x, dtype=np.int32) if isinstance(x, list | tuple) else np.asarray(x)
+
+
 def dense_float32(field: str, x: Any, shape: tuple[int, ...], *, write: bool = False) -> Tensor:
     t = describe(field, x, write=write)
-    dense = tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
-    contiguous = all(n <= 1 or s == d for n, s, d in zip(shape, t.strides, dense, strict=False))
+    dense = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    contiguous = 0 in shape or all(
+        n <= 1 or s == d for n, s, d in zip(shape, t.strides, dense, strict=False)
+    )
     if t.dtype != "float32" or t.shape != shape or not contiguous:
         raise InvalidArgument(
             f"{field} is {t.dtype} {list(t.shape)} with strides {list(t.strides)}: "

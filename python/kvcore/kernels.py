@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore import _core
+from kvcore._bounds import page_bounds, page_score_bounds
 from kvcore._tensors import DTYPE_CODES
 from kvcore._tensors import Tensor as _Tensor
 from kvcore._tensors import dense_float32 as _lse
 from kvcore._tensors import describe as _describe
+from kvcore._tensors import int32 as _int32
 from kvcore._tensors import rows as _rows
 from kvcore._tensors import same_dtype as _same_dtype
 from kvcore.errors import InvalidArgument
@@ -46,6 +48,10 @@ __all__ = [
     "merge_states",
     "merge_states_ptr",
     "pack_slice",
+    "page_bounds",
+    "page_bounds_ptr",
+    "page_score_bounds",
+    "page_score_bounds_ptr",
     "rms_norm_ptr",
     "rope_ptr",
     "set_isa",
@@ -58,6 +64,8 @@ check_block_ptr = _core.kernels.check_block_ptr
 decode_block_ptr = _core.kernels.decode_block_ptr
 encode_block_ptr = _core.kernels.encode_block_ptr
 merge_states_ptr = _core.kernels.merge_states_ptr
+page_bounds_ptr = _core.kernels.page_bounds_ptr
+page_score_bounds_ptr = _core.kernels.page_score_bounds_ptr
 rms_norm_ptr = _core.kernels.rms_norm_ptr
 rope_ptr = _core.kernels.rope_ptr
 silu_mul_ptr = _core.kernels.silu_mul_ptr
@@ -89,10 +97,6 @@ def set_isa(name: str) -> None:
 def available_isas() -> list[str]:
     """The levels this machine and build can run, slowest first."""
     return _core.kernels.available_isas()
-
-
-def _int32(x: npt.ArrayLike) -> npt.NDArray[Any]:
-    return np.asarray(x, dtype=np.int32) if isinstance(x, list | tuple) else np.asarray(x)
 
 
 @dataclass(frozen=True)

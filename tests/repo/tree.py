@@ -31,6 +31,7 @@ THIN = {
     "keys",
     "prefix",
     "kernels",
+    "_bounds",  # a part of kernels
     "compress",
     "head_pages",
     "wire",

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/attention/unit.h"
+#include "kernels/bounds/rows.h"
 #include "kernels/elementwise/rows.h"
 #include "kernels/formats/block.h"
 
@@ -18,6 +19,8 @@ namespace kvcore::kernels {
   void silu_mul_rows_entry(const SiluMulRows&);   \
   bool encode_block_entry(const EncodeBlock&);    \
   void decode_block_entry(const DecodeBlock&);    \
+  void widen_bounds_entry(const WidenBounds&);    \
+  void score_bounds_entry(const ScoreBounds&);    \
   }
 
 KVCORE_DECLARE_LEVEL(scalar)

@@ -20,7 +20,8 @@ struct Level {
     #level, level::attend_unit_entry, level::fold_unit_entry, level::score_pages_entry,     \
         level::merge_rows_entry,                                                            \
         level::norm_rows_entry, level::rope_rows_entry, level::silu_mul_rows_entry,         \
-        level::encode_block_entry, level::decode_block_entry                                \
+        level::encode_block_entry, level::decode_block_entry,                               \
+        level::widen_bounds_entry, level::score_bounds_entry                                \
   }
 
 const std::vector<Level>& levels() {

@@ -9,6 +9,7 @@
 
 #include "base/result.h"
 #include "kernels/attention/unit.h"
+#include "kernels/bounds/rows.h"
 #include "kernels/elementwise/rows.h"
 #include "kernels/formats/block.h"
 
@@ -25,6 +26,8 @@ struct KernelTable {
   void (*silu_mul_rows)(const SiluMulRows&);
   bool (*encode_block)(const EncodeBlock&);  // false: a value is not finite or above 65504
   void (*decode_block)(const DecodeBlock&);
+  void (*widen_bounds)(const WidenBounds&);
+  void (*score_bounds)(const ScoreBounds&);
 };
 
 // The table in use; fails if KVCORE_ISA names a level that is unknown or not available here.

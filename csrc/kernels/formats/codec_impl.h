@@ -68,6 +68,12 @@ inline void put_u16(char* p, std::int64_t n, Int v) {
   store_u16(lanes, v);
   copy_bytes(p, lanes, (n & (kW - 1)) * 2);
 }
+inline Int get_u8(const char* p, std::int64_t n) {
+  if (n >= kW) return load_u8(p);
+  alignas(64) char lanes[kW] = {};
+  copy_bytes(lanes, p, n & (kW - 1));
+  return load_u8(lanes);
+}
 inline void put_u8(char* p, std::int64_t n, Int v) {
   if (n >= kW) return store_u8(p, v);
   alignas(64) char lanes[kW];

@@ -88,19 +88,23 @@ bool encode_k4(const EncodeBlock& a) {
   return true;
 }
 
+// Each channel's z and step, as the block has them.
+inline void get_channels(const char* block, std::int64_t tokens, std::int64_t dim, Channels& z,
+                         Channels& step) {
+  const BlockArrays at = block_arrays(Format::kK4, Part::kK, tokens, dim);
+  const K4Grids grids = get_grids(block + at.grid);
+  for (std::int64_t d = 0; d < dim; d += kW) {
+    const Int minimum = get_u8(block + at.minimum + d, dim - d) << 24 >> 24;  // signed
+    store(z.at + d, to_float(minimum) * set1(grids.minimum));
+    store(step.at + d, from_e4m3(get_u8(block + at.scale + d, dim - d)) * set1(grids.scale));
+  }
+}
+
 template <class E>
 void decode_k4(const DecodeBlock& a) {
   const BlockArrays at = block_arrays(a.format, a.part, a.tokens, a.dim);
-  const K4Grids grids = get_grids(a.block + at.grid);
   Channels z, step;
-  for (std::int64_t d = 0; d < a.dim; d += kW) {
-    alignas(64) char bytes[2][kW] = {};
-    const std::int64_t n = a.dim - d < kW ? a.dim - d : kW;
-    copy_bytes(bytes[0], a.block + at.minimum + d, n);
-    copy_bytes(bytes[1], a.block + at.scale + d, n);
-    store(z.at + d, to_float(load_s8(bytes[0])) * set1(grids.minimum));
-    store(step.at + d, from_e4m3(load_u8(bytes[1])) * set1(grids.scale));
-  }
+  get_channels(a.block, a.tokens, a.dim, z, step);
   for (std::int64_t first = a.first; first < a.first + a.count; first += kGroup)
     store_tile<E>(a, first, [&](std::int64_t d, int v) {
       const Int lanes = load_int(a.block + at.codes +

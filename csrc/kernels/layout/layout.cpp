@@ -15,20 +15,6 @@ namespace {
 constexpr std::int64_t kChunk = 16;  // tokens converted at a time
 constexpr std::int64_t kMaxDim = 1024;
 
-struct SliceRef {
-  std::byte* data;
-  const ClassView* cls;
-  const LayerView* layer;
-};
-
-SliceRef slice_of(const PagesView& pages, std::int64_t page, std::int64_t layer) {
-  const PageRecord& record = pages.records[page];
-  const ClassView& cls = pages.classes[record.class_id];
-  const LayerView& view = cls.layers[layer];
-  return {pages.arena + record.offset_bytes + view.run_bytes + record.index * view.slice_bytes, &cls,
-          &view};
-}
-
 Status check(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
   if (value >= low && value <= high) return {};
   return invalid_argument(text(field, "=", value, " is out of range: allowed ", low, " to ", high));

@@ -5,6 +5,7 @@
 // parallel; nothing here locks.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -22,6 +23,20 @@ struct MutableTokenRows {
   char* data;
   std::int64_t stride;
 };
+
+// One page of one layer; unchecked.
+struct SliceRef {
+  std::byte* data;
+  const ClassView* cls;
+  const LayerView* layer;
+};
+inline SliceRef slice_of(const PagesView& pages, std::int64_t page, std::int64_t layer) noexcept {
+  const PageRecord& record = pages.records[page];
+  const ClassView& cls = pages.classes[record.class_id];
+  const LayerView& view = cls.layers[layer];
+  return {pages.arena + record.offset_bytes + view.run_bytes + record.index * view.slice_bytes,
+          &cls, &view};
+}
 
 // V is the first dims of K (PageSpec's latent): what is written is K alone, and v may be null.
 inline bool is_latent(const HeadBlock& head) noexcept {

@@ -130,6 +130,30 @@ def unpack_slice_ptr(
     dtype: int,
 ) -> None: ...
 def copy_pages(view_address: int, from_pages: list[int], to_pages: list[int]) -> None: ...
+def page_bounds_ptr(
+    view_address: int,
+    layer: int,
+    page_ids: npt.ArrayLike,
+    valid_tokens: npt.ArrayLike,
+    out_ptr: int,
+) -> None:
+    """``page_bounds`` by address: out float32 [pages, num_kv_heads, 2, head_dim_k] contiguous."""
+
+def page_score_bounds_ptr(
+    q_ptr: int,
+    q_stride: int,
+    dtype: int,
+    rows: int,
+    num_q_heads: int,
+    bounds_ptr: int,
+    num_pages: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    out_ptr: int,
+) -> None:
+    """``page_score_bounds`` by address: q rows ``q_stride`` elements apart, out contiguous."""
+
 def rms_norm_ptr(
     x: int,
     x_stride: int,

@@ -4,6 +4,7 @@ Imports nothing else of kvcore, so that a mistake there cannot hide here.
 """
 
 from .attention import Attention, attention, merge_states, paged_attention
+from .bounds import page_bounds, page_score_bounds
 from .codecs import (
     CODEC_PARTS,
     block_bytes,
@@ -47,7 +48,9 @@ __all__ = [
     "merge_states",
     "pack_k",
     "pack_v",
+    "page_bounds",
     "page_keys",
+    "page_score_bounds",
     "paged_attention",
     "read_slice",
     "slots_of",
