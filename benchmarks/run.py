@@ -32,6 +32,7 @@ CASES = {
     "prefix_hit": "time to a first token over a cached document, against its rest alone",
     "prefix_lookup": "match and pin a cached prefix, microseconds",
     "shared_prefix": "decoding 32 sequences over one cached prompt, together and one by one",
+    "page_bounds": "bounds of pages for query-aware selection, against attention over the page",
     "page_scores": "decoding with the attention mass of each page, against without",
     "stream_overlap": "KV arrived when prefill ends, and time exposed after, over shm and tcp",
     "model_step": "a decode step and a cold first token of SmolLM2, against peers on one thread",
