@@ -1,4 +1,5 @@
-// kvcore._core.compress: the chooser, and sealing pages; python/kvcore/compress.py is the public face.
+// kvcore._core.compress: the chooser, and sealing pages; python/kvcore/compress.py is the public
+// face.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -12,6 +13,7 @@
 #include "bindings/errors.h"
 #include "compress/chooser.h"
 #include "compress/seal.h"
+#include "compress/sealer.h"
 
 namespace py = pybind11;
 
@@ -109,11 +111,66 @@ void bind_seal(py::module_& m) {
       py::arg("pool"), py::arg("pages"), py::arg("class_number"));
 }
 
+void bind_sealer(py::module_& m) {
+  using compress::Sealer;
+  using PageList = std::vector<std::int32_t>;
+  const auto pages = py::arg("pages"), table = py::arg("table");
+  py::class_<Sealer>(m, "Sealer")
+      .def(py::init([](std::shared_ptr<pages::Pool> pool, const std::vector<PageClass>& classes) {
+             return unwrap(Sealer::make(std::move(pool), classes));
+           }),
+           py::arg("pool").none(false), py::arg("classes"))
+      .def(
+          "hold", [](Sealer& s, const PageList& p, std::int32_t t) { unwrap(s.hold(p, t)); }, pages,
+          table)
+      .def(
+          "drop", [](Sealer& s, const PageList& p, std::int32_t t) { unwrap(s.drop(p, t)); }, pages,
+          table)
+      .def(
+          "faithful",
+          [](const Sealer& s, const PageList& p, std::int32_t t) {
+            return unwrap(s.faithful(p, t));
+          },
+          pages, table)
+      .def(
+          "computed", [](Sealer& s, const PageList& p) { unwrap(s.computed(p)); }, pages)
+      .def(
+          "add",
+          [](Sealer& s, const PageList& p, std::int32_t t, bool high_first) {
+            return unwrap(s.add(p, t, high_first));
+          },
+          pages, py::arg("table") = 0, py::arg("high_first") = false)
+      .def(
+          "step",
+          [](Sealer& s, bool busy) {
+            const py::gil_scoped_release release;
+            unwrap(s.step(busy));
+          },
+          py::arg("busy"))
+      .def(
+          "run",
+          [](Sealer& s, std::int64_t max_pages) {
+            const py::gil_scoped_release release;
+            return unwrap(s.run(max_pages));
+          },
+          py::arg("max_pages"))
+      .def_property_readonly("tables", &Sealer::tables)
+      .def_property_readonly("class_number",
+                             [](const Sealer& s) { return s.class_number(s.least()); })
+      .def_property_readonly("waiting", &Sealer::waiting)
+      .def_property_readonly("held", &Sealer::held)
+      .def_property_readonly("sealed", &Sealer::sealed)
+      .def_property_readonly("refused", &Sealer::refused)
+      .def_property_readonly("under_way", &Sealer::under_way)
+      .def_property("step_pages", &Sealer::step_pages, &Sealer::set_step_pages);
+}
+
 }  // namespace
 
 void bind_compress(py::module_ m) {
   bind_chooser(m);
   bind_seal(m);
+  bind_sealer(m);
 }
 
 }  // namespace kvcore::bindings

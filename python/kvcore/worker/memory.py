@@ -36,7 +36,7 @@ class PageMemory:
         self.sealer = Sealer(pool, *self.classes.values()) if classes else None
         self._numbers = {"exact": 0}
         if self.sealer:
-            self._numbers |= zip(self.classes, self.sealer.numbers, strict=True)
+            self._numbers |= zip(self.classes, self.sealer.tables[1:], strict=True)
         self.page_size: int = pool.spec.page_size
         self.unit_pages: int = 1 if classes else pool.spec.extent_pages
         self.num_frames: int = pool.stats().num_frames
@@ -148,11 +148,8 @@ class PageMemory:
         if not (self.sealer and number and whole > seq.num_filled):
             return False
         fresh = seq.pages[max(seq.num_filled, 1) : whole].tolist()
-        # From the highest address down: compressed runs take the high end of a hole, so that it
-        # grows into one piece below them, where the other way round slivers stay between them.
-        fresh.sort(key=lambda page: -self.pool.slice_address(page, 0))
         seq.num_filled = whole
-        return self.sealer.add(fresh, number) > 0
+        return self.sealer.add(fresh, number, high_first=True) > 0
 
     def publish(self, seq: Sequence) -> None:
         """Makes the whole computed pages of ``seq`` findable."""
