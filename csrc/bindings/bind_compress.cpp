@@ -4,8 +4,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -111,15 +113,70 @@ void bind_seal(py::module_& m) {
       py::arg("pool"), py::arg("pages"), py::arg("class_number"));
 }
 
+constexpr double kLeast = 1e-30;
+
+py::array_t<float> of_heads(const std::vector<compress::HeadMeans>& heads, auto value) {
+  py::array_t<float> out(static_cast<py::ssize_t>(heads.size()));
+  for (std::size_t i = 0; i < heads.size(); ++i)
+    out.mutable_data()[i] = static_cast<float>(value(heads[i]));
+  return out;
+}
+
+py::array_t<float> of_channels(const std::vector<compress::HeadMeans>& heads, auto value) {
+  const auto dim = static_cast<py::ssize_t>(value(heads[0]).size());
+  py::array_t<float> out({static_cast<py::ssize_t>(heads.size()), dim});
+  float* to = out.mutable_data();
+  for (const compress::HeadMeans& head : heads)
+    for (const double x : value(head)) *to++ = static_cast<float>(x);
+  return out;
+}
+
+// The fields of kvcore.compress.PageStatistics; nothing before a round is complete.
+py::dict observed(compress::Sealer& sealer) {
+  using compress::HeadMeans;
+  py::dict out, key_error, value_error;
+  if (sealer.meter() == nullptr || sealer.meter()->rounds() == 0) return out;
+  const std::vector<HeadMeans>& heads = sealer.meter()->means();
+  for (std::size_t i = 0; i < compress::kKeyFormats.size(); ++i)
+    key_error[pages::name_of(compress::kKeyFormats[i])] = of_channels(
+        heads, [i](const HeadMeans& h) -> const auto& { return h.key_error[i]; });
+  for (std::size_t i = 0; i < compress::kValueFormats.size(); ++i)
+    value_error[pages::name_of(compress::kValueFormats[i])] = of_heads(
+        heads,
+        [i](const HeadMeans& h) { return h.value_lost[i] / std::max(h.value_energy, kLeast); });
+  out["key_energy"] = of_channels(
+      heads, [](const HeadMeans& h) -> const auto& { return h.key_energy; });
+  out["key_error"] = key_error;
+  out["constant_share"] = of_heads(heads, [](const HeadMeans& h) {
+    const double sum = std::accumulate(h.key_energy.begin(), h.key_energy.end(), 0.0);
+    return 1 - sum / static_cast<double>(h.key_energy.size()) / std::max(h.key_square, kLeast);
+  });
+  out["value_energy"] = of_heads(heads, [](const HeadMeans& h) { return h.value_energy; });
+  out["value_error"] = value_error;
+  return out;
+}
+
 void bind_sealer(py::module_& m) {
   using compress::Sealer;
   using PageList = std::vector<std::int32_t>;
   const auto pages = py::arg("pages"), table = py::arg("table");
   py::class_<Sealer>(m, "Sealer")
-      .def(py::init([](std::shared_ptr<pages::Pool> pool, const std::vector<PageClass>& classes) {
-             return unwrap(Sealer::make(std::move(pool), classes));
+      .def(py::init([](std::shared_ptr<pages::Pool> pool, const std::vector<PageClass>& classes,
+                       bool measure) {
+             return unwrap(Sealer::make(std::move(pool), classes, measure));
            }),
-           py::arg("pool").none(false), py::arg("classes"))
+           py::arg("pool").none(false), py::arg("classes"), py::arg("measure") = false)
+      .def(
+          "offer",
+          [](Sealer& s, const std::vector<PageClass>& classes) { unwrap(s.offer(classes)); },
+          py::arg("classes"))
+      .def("observed", &observed)
+      .def("restart",
+           [](Sealer& s) {
+             if (s.meter()) s.meter()->restart();
+           })
+      .def_property_readonly("rounds",
+                             [](Sealer& s) { return s.meter() ? s.meter()->rounds() : 0; })
       .def(
           "hold", [](Sealer& s, const PageList& p, std::int32_t t) { unwrap(s.hold(p, t)); }, pages,
           table)

@@ -23,17 +23,32 @@ Sealer::Sealer(std::shared_ptr<pages::Pool> pool)
       step_pages_(std::max<std::int64_t>(1, kStepBytes / pool_->spec().page_bytes())) {}
 
 Result<std::unique_ptr<Sealer>> Sealer::make(std::shared_ptr<pages::Pool> pool,
-                                             std::span<const pages::PageClass> classes) {
+                                             std::span<const pages::PageClass> classes,
+                                             bool measure) {
   if (classes.empty()) return invalid_argument("classes is empty: allowed 1 and more");
   std::unique_ptr<Sealer> sealer(new Sealer(std::move(pool)));
-  for (const pages::PageClass& page_class : classes) {
-    KVCORE_ASSIGN_OR_RETURN(const std::int32_t number, sealer->pool_->add_class(page_class));
-    const auto rank = static_cast<std::int32_t>(sealer->current_.size());
-    sealer->readers_.emplace_back(sealer->state_.size());
-    sealer->current_.push_back(static_cast<std::int32_t>(sealer->tables_.size()));
-    sealer->tables_.push_back({rank, number});
-  }
+  sealer->current_.resize(1 + classes.size());
+  sealer->readers_.assign(classes.size(), std::vector<std::int32_t>(sealer->state_.size()));
+  if (measure) sealer->meter_ = std::make_unique<PageMeter>(sealer->pool_->spec());
+  KVCORE_RETURN_IF_ERROR(sealer->offer(classes));
   return sealer;
+}
+
+Status Sealer::offer(std::span<const pages::PageClass> classes) {
+  if (classes.size() + 1 != current_.size())
+    return invalid_argument(
+        text("classes has ", classes.size(), " entries: allowed ", current_.size() - 1));
+  std::vector<std::int32_t> numbers;
+  for (const pages::PageClass& page_class : classes) {
+    KVCORE_ASSIGN_OR_RETURN(const std::int32_t number, pool_->add_class(page_class));
+    numbers.push_back(number);
+  }
+  for (std::size_t rank = 1; rank < current_.size(); ++rank) {
+    if (tables_[at(current_[rank])].class_number == numbers[rank - 1]) continue;
+    current_[rank] = static_cast<std::int32_t>(tables_.size());
+    tables_.push_back({static_cast<std::int32_t>(rank), numbers[rank - 1]});
+  }
+  return {};
 }
 
 Status Sealer::hold(std::span<const std::int32_t> pages, std::int32_t table) {
@@ -110,6 +125,7 @@ Result<std::int64_t> Sealer::run(std::int64_t max_pages) {
     const Waiting next = queue_.front();
     KVCORE_ASSIGN_OR_RETURN(const bool open, still_open(next));
     if (open) {
+      if (meter_) meter_->pass(*pool_, next.page);
       const Status status = seal_pages(*pool_, {&next.page, 1}, next.class_number);
       if (status)
         ++sealed_;

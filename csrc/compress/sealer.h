@@ -3,7 +3,8 @@
 // A sequence reads pages by a *table*: 0 = open pages only, then a compressed class each, in the
 // order they were offered. Each table has a rank, 0 the most faithful: open pages, then the classes
 // given to make(), the most faithful first. A page counts as the rank of what it will be from add()
-// on, and as the worst rank of the pages it was computed over.
+// on, and as the worst rank of the pages it was computed over. offer() gives later sequences other
+// tables of the same ranks; sequences and pages of earlier ones keep theirs.
 //
 // Pages freed or sealed meanwhile are passed over; one that holds a number which cannot be encoded
 // stays open for good (refused() counts it). Counts of readers never go below zero. Thread rules:
@@ -17,15 +18,20 @@
 #include <vector>
 
 #include "base/result.h"
+#include "compress/page_meter.h"
 #include "pages/pool.h"
 
 namespace kvcore::compress {
 
 class Sealer {
  public:
-  // Adds the classes, the most faithful first, to the pool.
+  // Offers the classes, the most faithful first. measure: look at a sample of the pages sealed.
   static Result<std::unique_ptr<Sealer>> make(std::shared_ptr<pages::Pool> pool,
-                                              std::span<const pages::PageClass> classes);
+                                              std::span<const pages::PageClass> classes,
+                                              bool measure);
+  // Adds the classes to the pool, as many as make() got: from now on tables() names them. A rank
+  // whose class stays the same keeps its table.
+  Status offer(std::span<const pages::PageClass> classes);
 
   // A sequence of `table` holds `pages` until drop(): they are not sealed below its rank.
   Status hold(std::span<const std::int32_t> pages, std::int32_t table);
@@ -56,6 +62,7 @@ class Sealer {
   std::int64_t held() const noexcept { return held_; }  // pages, once for each reader counted
   std::int64_t sealed() const noexcept { return sealed_; }
   std::int64_t refused() const noexcept { return refused_; }
+  PageMeter* meter() noexcept { return meter_.get(); }    // null unless make() was asked to measure
   bool under_way() const noexcept { return under_way_; }  // the last step made the queue shorter
   std::int64_t step_pages() const noexcept { return step_pages_; }
   void set_step_pages(std::int64_t pages) noexcept { step_pages_ = pages; }
@@ -87,6 +94,7 @@ class Sealer {
   Result<bool> still_open(const Waiting& next) const;
 
   const std::shared_ptr<pages::Pool> pool_;
+  std::unique_ptr<PageMeter> meter_;
   std::vector<Table> tables_;
   std::vector<std::int32_t> current_;               // by rank
   std::vector<PageState> state_;                    // [num_pages]

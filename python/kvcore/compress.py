@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -46,6 +47,7 @@ __all__ = [
     "seal_pages",
 ]
 
+log = logging.getLogger(__name__)
 seal_pages = _core.compress.seal_pages
 
 Array: TypeAlias = npt.NDArray[np.float32]
@@ -190,11 +192,14 @@ class Profiled(Calibrated, Protocol):
     def page_spec(self, page_size: int = 64) -> PageSpec: ...
 
 
-def profile_classes(model: Profiled, profile: str, page_size: int = 64) -> dict[str, PageClass]:
-    """The tables that a worker of ``profile`` offers, by profile, the most faithful first.
+def profile_classes(
+    model: Profiled, profile: str, page_size: int = 64
+) -> tuple[dict[str, PageClass], Statistics | None]:
+    """The tables that a worker of ``profile`` offers, and the statistics they were chosen by.
 
-    Those of the profile itself and of all that are more faithful; "exact" has none. A worker's
-    pages stay as they are when this is empty.
+    Tables are by profile, the most faithful first: the profile itself and all that are more
+    faithful; "exact" has none, and then there are no statistics. A worker's pages stay as they are
+    when there is no table.
 
     Raises:
         InvalidArgument: an unknown profile. Unsupported: a model that the profile does not fit; one
@@ -202,14 +207,14 @@ def profile_classes(model: Profiled, profile: str, page_size: int = 64) -> dict[
     """
     spec = model.page_spec(page_size)
     if profile_class(spec, profile) is None:
-        return {}
+        return {}, None
     statistics = model.kv_statistics(page_size)
     tables = {}
     for name in PROFILES[1 : PROFILES.index(profile) + 1]:
         table = profile_class(statistics, name, page_size)
         assert table is not None
         tables[name] = table
-    return tables
+    return tables, statistics
 
 
 def page_share(table: PageClass | None) -> float:
@@ -360,7 +365,8 @@ def drift(
 ) -> Drift:
     """Compare the pages of late with the calibration that ``table`` was made from.
 
-    A new table for later requests is ``choose(statistics.with_pages(observed), budget)``.
+    A new table for later requests is ``choose(statistics.with_pages(observed), budget)``;
+    :class:`Sealer` makes them.
     """
     now = statistics.with_pages(observed)
     error = float(predicted_error(table, now).sum())
@@ -383,12 +389,59 @@ class Sealer(_core.compress.Sealer):
     first. A page counts as what it will be from ``add`` on, and as the least faithful one that it
     was computed over.
 
+    With the ``statistics`` that the classes were chosen by, a sample of the pages is measured as
+    they are sealed, and :meth:`step` offers later sequences new tables where the pages have moved
+    (:func:`drift`) twice in succession, each time over ``WINDOW_ROUNDS`` rounds: the second time
+    nothing from before is among them. No table takes more bytes than the first of its profile.
+
     A page freed or sealed meanwhile is passed over; one that holds a number which cannot be encoded
     stays open for good (``refused`` counts it). Not thread-safe; no kernel may read the pages while
     ``step`` or ``run`` does. See ``csrc/compress/sealer.h``.
+
+    Attributes:
+        classes: of the tables that new sequences get, the most faithful first.
+        page_bytes: of a sealed page of the least faithful class, at most.
+        regret: the worst ``Drift.regret`` of those tables when last judged; 1 before that.
     """
 
-    def __init__(self, pool: Pool, *classes: PageClass) -> None:
-        super().__init__(pool, classes)
+    WINDOW_ROUNDS = 8
+
+    def __init__(
+        self, pool: Pool, *classes: PageClass, statistics: Statistics | None = None
+    ) -> None:
+        super().__init__(pool, classes, statistics is not None)
         self.pool = pool
+        self.classes = list(classes)
         self.page_bytes = classes[-1].run_bytes(1)
+        self.regret = 1.0
+        self._budgets = [page_class.page_bytes for page_class in classes]
+        self._statistics = statistics
+        self._drifted = False
+
+    def step(self, busy: bool) -> None:
+        """A step's share of the queue; ``busy``: sequences decode, so keep it short."""
+        super().step(busy)
+        if self._statistics is not None and self.rounds >= self.WINDOW_ROUNDS:
+            self._judge(self._statistics, PageStatistics(**self.observed()))
+            self.restart()
+
+    def _judge(self, statistics: Statistics, observed: PageStatistics) -> None:
+        found = [drift(statistics, observed, page_class) for page_class in self.classes]
+        self.regret = max(each.regret for each in found)
+        before, self._drifted = self._drifted, any(each.rebuild for each in found)
+        if before and self._drifted:
+            self._rebuild(statistics.with_pages(observed))
+            self._drifted = False
+
+    def _rebuild(self, statistics: Statistics) -> None:
+        try:
+            classes = [choose(statistics, budget) for budget in self._budgets]
+            self.offer(classes)
+        except (InvalidArgument, Unsupported) as error:
+            log.warning("pages have drifted (regret %.2f), tables stay: %s", self.regret, error)
+            return
+        self._statistics, self.classes = statistics, classes
+        log.info(
+            "pages have drifted (regret %.2f): later requests get table %s",
+            self.regret, classes[-1].digest.hex()[:16],
+        )  # fmt: skip

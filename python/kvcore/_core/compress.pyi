@@ -23,7 +23,22 @@ def seal_pages(pool: Pool, pages: Sequence[int], class_number: int) -> None:
 class Sealer:
     """See ``kvcore.compress.Sealer``. A *table* is 0 for open pages, else one of ``tables``."""
 
-    def __init__(self, pool: Pool, classes: Sequence[PageClass]) -> None: ...
+    def __init__(self, pool: Pool, classes: Sequence[PageClass], measure: bool = False) -> None: ...
+    def offer(self, classes: Sequence[PageClass]) -> None:
+        """Other classes for later sequences, as many as before: :attr:`tables` names them.
+
+        Raises InvalidArgument for classes of other pages and for more than the pool can know.
+        """
+    def observed(self) -> dict[str, Any]:
+        """Fields of ``PageStatistics``: means over the slices measured since :meth:`restart`.
+
+        Empty before a round is complete.
+        """
+    def restart(self) -> None:
+        """Forgets what was measured."""
+    @property
+    def rounds(self) -> int:
+        """Times that each layer was measured since :meth:`restart`; one takes 64 sealed pages."""
     def hold(self, pages: Sequence[int], table: int) -> None:
         """A sequence of ``table`` holds ``pages``, until :meth:`drop`."""
     def drop(self, pages: Sequence[int], table: int) -> None:

@@ -33,7 +33,7 @@ class SealerTest : public testing::Test {
     pool_ = Pool::make(*spec, 8, nullptr, false, 60).value();
     const std::vector<PageClass> classes = {class_of(*spec, Format::kV4),
                                             class_of(*spec, Format::kV3)};
-    sealer_ = Sealer::make(pool_, classes).value();
+    sealer_ = Sealer::make(pool_, classes, true).value();
     pages_ = pool_->alloc(4, 1).value();
     for (const std::int32_t page : pages_)
       std::memset(pool_->slice(page, 0), 0x3c,
@@ -122,7 +122,7 @@ TEST_F(SealerTest, WrongPagesAndTablesAreRefused) {
   EXPECT_EQ(sealer_->waiting(), 0);
   EXPECT_FALSE(sealer_->add(pages_, 3, false).ok());
   EXPECT_FALSE(sealer_->hold(pages_, -1).ok());
-  EXPECT_FALSE(Sealer::make(pool_, {}).ok());
+  EXPECT_FALSE(Sealer::make(pool_, {}, false).ok());
 }
 
 }  // namespace
