@@ -57,7 +57,7 @@ REBUILD_ABOVE = 1.25
 """``Drift.regret`` above which the table is rebuilt for later requests."""
 MAX_KEY_ERROR = 0.05
 _FIXED = {"balanced": ("k4", "v4"), "small": ("k4", "v3")}
-_VERSION = 1
+_VERSION = 2  # 1: calibrated without windows and soft caps
 _S = TypeVar("_S", bound="PageStatistics")
 
 
