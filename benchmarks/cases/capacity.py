@@ -61,7 +61,7 @@ class Crowd:
         lm = source.model
         spec = lm.page_spec()
         frames = num_bytes // spec.frame_bytes
-        classes = compress.profile_classes(lm, profile)
+        classes, _ = compress.profile_classes(lm, profile)
         ids = page_ids_for(classes[profile], frames) if classes else 0
         pool = Pool(spec, frames, page_ids=ids)
         plan = kernels.AttentionPlan(

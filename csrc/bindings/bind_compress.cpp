@@ -1,10 +1,13 @@
-// kvcore._core.compress: the chooser, and sealing pages; python/kvcore/compress.py is the public face.
+// kvcore._core.compress: the chooser, and sealing pages; python/kvcore/compress.py is the public
+// face.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -12,6 +15,7 @@
 #include "bindings/errors.h"
 #include "compress/chooser.h"
 #include "compress/seal.h"
+#include "compress/sealer.h"
 
 namespace py = pybind11;
 
@@ -109,11 +113,121 @@ void bind_seal(py::module_& m) {
       py::arg("pool"), py::arg("pages"), py::arg("class_number"));
 }
 
+constexpr double kLeast = 1e-30;
+
+py::array_t<float> of_heads(const std::vector<compress::HeadMeans>& heads, auto value) {
+  py::array_t<float> out(static_cast<py::ssize_t>(heads.size()));
+  for (std::size_t i = 0; i < heads.size(); ++i)
+    out.mutable_data()[i] = static_cast<float>(value(heads[i]));
+  return out;
+}
+
+py::array_t<float> of_channels(const std::vector<compress::HeadMeans>& heads, auto value) {
+  const auto dim = static_cast<py::ssize_t>(value(heads[0]).size());
+  py::array_t<float> out({static_cast<py::ssize_t>(heads.size()), dim});
+  float* to = out.mutable_data();
+  for (const compress::HeadMeans& head : heads)
+    for (const double x : value(head)) *to++ = static_cast<float>(x);
+  return out;
+}
+
+// The fields of kvcore.compress.PageStatistics; nothing before a round is complete.
+py::dict observed(compress::Sealer& sealer) {
+  using compress::HeadMeans;
+  py::dict out, key_error, value_error;
+  if (sealer.meter() == nullptr || sealer.meter()->rounds() == 0) return out;
+  const std::vector<HeadMeans>& heads = sealer.meter()->means();
+  for (std::size_t i = 0; i < compress::kKeyFormats.size(); ++i)
+    key_error[pages::name_of(compress::kKeyFormats[i])] = of_channels(
+        heads, [i](const HeadMeans& h) -> const auto& { return h.key_error[i]; });
+  for (std::size_t i = 0; i < compress::kValueFormats.size(); ++i)
+    value_error[pages::name_of(compress::kValueFormats[i])] = of_heads(
+        heads,
+        [i](const HeadMeans& h) { return h.value_lost[i] / std::max(h.value_energy, kLeast); });
+  out["key_energy"] = of_channels(
+      heads, [](const HeadMeans& h) -> const auto& { return h.key_energy; });
+  out["key_error"] = key_error;
+  out["constant_share"] = of_heads(heads, [](const HeadMeans& h) {
+    const double sum = std::accumulate(h.key_energy.begin(), h.key_energy.end(), 0.0);
+    return 1 - sum / static_cast<double>(h.key_energy.size()) / std::max(h.key_square, kLeast);
+  });
+  out["value_energy"] = of_heads(heads, [](const HeadMeans& h) { return h.value_energy; });
+  out["value_error"] = value_error;
+  return out;
+}
+
+void bind_sealer(py::module_& m) {
+  using compress::Sealer;
+  using PageList = std::vector<std::int32_t>;
+  const auto pages = py::arg("pages"), table = py::arg("table");
+  py::class_<Sealer>(m, "Sealer")
+      .def(py::init([](std::shared_ptr<pages::Pool> pool, const std::vector<PageClass>& classes,
+                       bool measure) {
+             return unwrap(Sealer::make(std::move(pool), classes, measure));
+           }),
+           py::arg("pool").none(false), py::arg("classes"), py::arg("measure") = false)
+      .def(
+          "offer",
+          [](Sealer& s, const std::vector<PageClass>& classes) { unwrap(s.offer(classes)); },
+          py::arg("classes"))
+      .def("observed", &observed)
+      .def("restart",
+           [](Sealer& s) {
+             if (s.meter()) s.meter()->restart();
+           })
+      .def_property_readonly("rounds",
+                             [](Sealer& s) { return s.meter() ? s.meter()->rounds() : 0; })
+      .def(
+          "hold", [](Sealer& s, const PageList& p, std::int32_t t) { unwrap(s.hold(p, t)); }, pages,
+          table)
+      .def(
+          "drop", [](Sealer& s, const PageList& p, std::int32_t t) { unwrap(s.drop(p, t)); }, pages,
+          table)
+      .def(
+          "faithful",
+          [](const Sealer& s, const PageList& p, std::int32_t t) {
+            return unwrap(s.faithful(p, t));
+          },
+          pages, table)
+      .def(
+          "computed", [](Sealer& s, const PageList& p) { unwrap(s.computed(p)); }, pages)
+      .def(
+          "add",
+          [](Sealer& s, const PageList& p, std::int32_t t, bool high_first) {
+            return unwrap(s.add(p, t, high_first));
+          },
+          pages, py::arg("table") = 0, py::arg("high_first") = false)
+      .def(
+          "step",
+          [](Sealer& s, bool busy) {
+            const py::gil_scoped_release release;
+            unwrap(s.step(busy));
+          },
+          py::arg("busy"))
+      .def(
+          "run",
+          [](Sealer& s, std::int64_t max_pages) {
+            const py::gil_scoped_release release;
+            return unwrap(s.run(max_pages));
+          },
+          py::arg("max_pages"))
+      .def_property_readonly("tables", &Sealer::tables)
+      .def_property_readonly("class_number",
+                             [](const Sealer& s) { return s.class_number(s.least()); })
+      .def_property_readonly("waiting", &Sealer::waiting)
+      .def_property_readonly("held", &Sealer::held)
+      .def_property_readonly("sealed", &Sealer::sealed)
+      .def_property_readonly("refused", &Sealer::refused)
+      .def_property_readonly("under_way", &Sealer::under_way)
+      .def_property("step_pages", &Sealer::step_pages, &Sealer::set_step_pages);
+}
+
 }  // namespace
 
 void bind_compress(py::module_ m) {
   bind_chooser(m);
   bind_seal(m);
+  bind_sealer(m);
 }
 
 }  // namespace kvcore::bindings

@@ -23,9 +23,9 @@ DType dtype_of(Format f) {
 }
 
 // One page's way from open slices to slices of its new run.
-class Sealer {
+class PageEncoder {
  public:
-  explicit Sealer(Pool& pool) : pool_(pool), o_(pool.spec().options()) {
+  explicit PageEncoder(Pool& pool) : pool_(pool), o_(pool.spec().options()) {
     const std::int64_t dim = std::max(o_.head_dim_k, o_.head_dim_v);
     rows_.resize(static_cast<std::size_t>(o_.page_size * dim * 4) + kRowAlign);
   }
@@ -128,10 +128,10 @@ Status check(const Pool& pool, std::span<const std::int32_t> pages) {
 
 Status seal_pages(Pool& pool, std::span<const std::int32_t> pages, std::int32_t class_number) {
   KVCORE_RETURN_IF_ERROR(check(pool, pages));
-  Sealer sealer(pool);
+  PageEncoder encoder(pool);
   for (const std::int32_t page : pages) {
     KVCORE_ASSIGN_OR_RETURN(const SealJob job, pool.begin_seal(page, class_number));
-    const Status encoded = sealer.encode(job);
+    const Status encoded = encoder.encode(job);
     const Status ended = pool.end_seal(job, encoded.ok());
     KVCORE_RETURN_IF_ERROR(encoded);
     KVCORE_RETURN_IF_ERROR(ended);

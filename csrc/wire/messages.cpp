@@ -44,7 +44,7 @@ constexpr FieldSpec kHeartbeat[] = {
     {1, "running", kU64, kOptional},          {2, "waiting", kU64, kOptional},
     {3, "free_frames", kU64, kOptional},      {4, "num_frames", kU64, kOptional},
     {5, "waiting_tokens", kU64, kOptional},   {6, "stats_names", kListStr, kOptional},
-    {7, "stats_values", kListF64, kOptional},
+    {7, "stats_values", kListF64, kOptional}, {8, "kv_table", kStr, kOptional},
 };
 // Which formats the KV of a sequence that decodes may take; "" = the worker's own choice.
 #define KVCORE_KV_PROFILE {15, "kv_profile", kStr, kOptional}

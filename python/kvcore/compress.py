@@ -13,8 +13,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore import _core, kernels
-from kvcore.errors import Corrupt, InvalidArgument, OutOfPages, Unsupported
+from kvcore.errors import Corrupt, InvalidArgument, Unsupported
 from kvcore.pages import PageClass, PageSpec, Pool
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "seal_pages",
 ]
 
+log = logging.getLogger(__name__)
 seal_pages = _core.compress.seal_pages
 
 Array: TypeAlias = npt.NDArray[np.float32]
@@ -56,7 +57,7 @@ REBUILD_ABOVE = 1.25
 """``Drift.regret`` above which the table is rebuilt for later requests."""
 MAX_KEY_ERROR = 0.05
 _FIXED = {"balanced": ("k4", "v4"), "small": ("k4", "v3")}
-_VERSION = 1
+_VERSION = 2  # 1: calibrated without windows and soft caps
 _S = TypeVar("_S", bound="PageStatistics")
 
 
@@ -191,11 +192,14 @@ class Profiled(Calibrated, Protocol):
     def page_spec(self, page_size: int = 64) -> PageSpec: ...
 
 
-def profile_classes(model: Profiled, profile: str, page_size: int = 64) -> dict[str, PageClass]:
-    """The tables that a worker of ``profile`` offers, by profile, the most faithful first.
+def profile_classes(
+    model: Profiled, profile: str, page_size: int = 64
+) -> tuple[dict[str, PageClass], Statistics | None]:
+    """The tables that a worker of ``profile`` offers, and the statistics they were chosen by.
 
-    Those of the profile itself and of all that are more faithful; "exact" has none. A worker's
-    pages stay as they are when this is empty.
+    Tables are by profile, the most faithful first: the profile itself and all that are more
+    faithful; "exact" has none, and then there are no statistics. A worker's pages stay as they are
+    when there is no table.
 
     Raises:
         InvalidArgument: an unknown profile. Unsupported: a model that the profile does not fit; one
@@ -203,14 +207,14 @@ def profile_classes(model: Profiled, profile: str, page_size: int = 64) -> dict[
     """
     spec = model.page_spec(page_size)
     if profile_class(spec, profile) is None:
-        return {}
+        return {}, None
     statistics = model.kv_statistics(page_size)
     tables = {}
     for name in PROFILES[1 : PROFILES.index(profile) + 1]:
         table = profile_class(statistics, name, page_size)
         assert table is not None
         tables[name] = table
-    return tables
+    return tables, statistics
 
 
 def page_share(table: PageClass | None) -> float:
@@ -361,7 +365,8 @@ def drift(
 ) -> Drift:
     """Compare the pages of late with the calibration that ``table`` was made from.
 
-    A new table for later requests is ``choose(statistics.with_pages(observed), budget)``.
+    A new table for later requests is ``choose(statistics.with_pages(observed), budget)``;
+    :class:`Sealer` makes them.
     """
     now = statistics.with_pages(observed)
     error = float(predicted_error(table, now).sum())
@@ -377,116 +382,66 @@ def drift(
     return Drift(error / max(before, 1e-30), error / max(least, 1e-30), refused)
 
 
-class Sealer:
+class Sealer(_core.compress.Sealer):
     """Full pages that wait to be sealed, first come, first sealed, and how faithful pages are.
 
-    ``classes`` are those that pages may be sealed into, the most faithful first; with 0 for open
-    pages the pool's numbers of them order all by faithfulness. A page counts as what it will be
-    from :meth:`add` on, and as the least faithful one that it was computed over.
+    ``Sealer(pool, balanced, small)``: the classes that pages may be sealed into, the most faithful
+    first. A page counts as what it will be from ``add`` on, and as the least faithful one that it
+    was computed over.
+
+    With the ``statistics`` that the classes were chosen by, a sample of the pages is measured as
+    they are sealed, and :meth:`step` offers later sequences new tables where the pages have moved
+    (:func:`drift`) twice in succession, each time over ``WINDOW_ROUNDS`` rounds: the second time
+    nothing from before is among them. No table takes more bytes than the first of its profile.
 
     A page freed or sealed meanwhile is passed over; one that holds a number which cannot be encoded
-    stays open for good (``refused`` counts it). ``step_pages`` is what :meth:`run` should be asked
-    for between two steps: about two milliseconds' worth. Not thread-safe; no kernel may read the
-    pages while :meth:`run` does.
+    stays open for good (``refused`` counts it). Not thread-safe; no kernel may read the pages while
+    ``step`` or ``run`` does. See ``csrc/compress/sealer.h``.
+
+    Attributes:
+        classes: of the tables that new sequences get, the most faithful first.
+        page_bytes: of a sealed page of the least faithful class, at most.
+        regret: the worst ``Drift.regret`` of those tables when last judged; 1 before that.
     """
 
-    STEP_BYTES = 6 << 20  # of open pages: a core seals 3 bytes per nanosecond
+    WINDOW_ROUNDS = 8
 
-    def __init__(self, pool: Pool, *classes: PageClass) -> None:
+    def __init__(
+        self, pool: Pool, *classes: PageClass, statistics: Statistics | None = None
+    ) -> None:
+        super().__init__(pool, classes, statistics is not None)
         self.pool = pool
-        self.numbers = [pool.add_class(page_class) for page_class in classes]
-        self.class_number = self.numbers[-1]
+        self.classes = list(classes)
         self.page_bytes = classes[-1].run_bytes(1)
-        self.step_pages = max(1, self.STEP_BYTES // pool.spec.page_bytes)
-        self.sealed = self.refused = 0
-        self.under_way = False  # the last step made the queue shorter, not empty
-        self._queue: deque[tuple[int, int, int]] = deque()
-        self._queued: dict[int, int] = {}  # page: its generation
-        self._marks: dict[int, tuple[int, int]] = {}  # page: its generation, what it counts as
-        self._readers: dict[int, Counter[int]] = {
-            number: Counter() for number in (0, *self.numbers)
-        }
-
-    @property
-    def waiting(self) -> int:
-        """Pages queued, those that :meth:`run` will pass over among them."""
-        return len(self._queue)
-
-    def hold(self, pages: Iterable[int], number: int) -> None:
-        """A sequence that may read classes up to ``number`` holds ``pages``, until :meth:`drop`."""
-        if number < self.class_number:  # any page may be sealed under the others
-            self._readers[number].update(pages)
-
-    def drop(self, pages: Iterable[int], number: int) -> None:
-        """Ends what :meth:`hold` began."""
-        readers = self._readers[number]
-        for page in pages if number < self.class_number else ():
-            readers[page] -= 1
-            if not readers[page]:
-                del readers[page]
-
-    def faithful(self, pages: Sequence[int], number: int) -> int:
-        """How many leading ``pages`` a sequence that may read classes up to ``number`` can take."""
-        if number >= self.class_number:
-            return len(pages)
-        return next(
-            (i for i, page in enumerate(pages) if self._counts_as(page) > number), len(pages)
-        )
-
-    def computed(self, pages: Iterable[int]) -> None:
-        """``pages``, in order, are one sequence: each counts as the least faithful before it."""
-        worst = 0
-        for page in pages:
-            found = self._counts_as(page)
-            worst = max(worst, found)
-            if worst > found:
-                self._marks[page] = (self.pool.generation(page), worst)
-
-    def add(self, pages: Iterable[int], number: int = 0) -> int:
-        """Queues pages, all tokens of which are in place; how many of them are new here.
-
-        ``number``: the class they get, 0 = the least faithful one. Pages stay as they are that a
-        sequence holds which must not read that class.
-        """
-        number, before = number or self.class_number, len(self._queue)
-        for page in pages:
-            generation = self.pool.generation(page)
-            known = self._queued.get(page) == generation or self.pool.class_of(page)
-            if known or any(self._readers[n][page] for n in self._readers if n < number):
-                continue
-            self._queued[page] = generation
-            self._marks[page] = (generation, max(number, self._counts_as(page)))
-            self._queue.append((page, generation, number))
-        return len(self._queue) - before
+        self.regret = 1.0
+        self._budgets = [page_class.page_bytes for page_class in classes]
+        self._statistics = statistics
+        self._drifted = False
 
     def step(self, busy: bool) -> None:
         """A step's share of the queue; ``busy``: sequences decode, so keep it short."""
-        sealed = self.run(self.step_pages * (1 if busy else 8))
-        self.under_way = sealed > 0 and self.waiting > 0
+        super().step(busy)
+        if self._statistics is not None and self.rounds >= self.WINDOW_ROUNDS:
+            self._judge(self._statistics, PageStatistics(**self.observed()))
+            self.restart()
 
-    def run(self, max_pages: int) -> int:
-        """Seals up to ``max_pages``; fewer when none are left or no bytes are free for one."""
-        done = 0
-        while self._queue and done < max_pages:
-            page, generation, number = self._queue[0]
-            if self._is_open(page, generation):
-                try:
-                    seal_pages(self.pool, [page], number)
-                    done += 1
-                except InvalidArgument:
-                    self.refused += 1
-                except OutOfPages:
-                    break
-            self._queue.popleft()
-        self.sealed += done
-        return done
+    def _judge(self, statistics: Statistics, observed: PageStatistics) -> None:
+        found = [drift(statistics, observed, page_class) for page_class in self.classes]
+        self.regret = max(each.regret for each in found)
+        before, self._drifted = self._drifted, any(each.rebuild for each in found)
+        if before and self._drifted:
+            self._rebuild(statistics.with_pages(observed))
+            self._drifted = False
 
-    def _counts_as(self, page: int) -> int:
-        generation, mark = self._marks.get(page, (-1, 0))
-        of_old = mark and generation != self.pool.generation(page)
-        return max(self.pool.class_of(page), 0 if of_old else mark)
-
-    def _is_open(self, page: int, generation: int) -> bool:
-        pool = self.pool
-        held = pool.refs(page)[0] > 0 and pool.generation(page) == generation
-        return held and pool.class_of(page) == 0
+    def _rebuild(self, statistics: Statistics) -> None:
+        try:
+            classes = [choose(statistics, budget) for budget in self._budgets]
+            self.offer(classes)
+        except (InvalidArgument, Unsupported) as error:
+            log.warning("pages have drifted (regret %.2f), tables stay: %s", self.regret, error)
+            return
+        self._statistics, self.classes = statistics, classes
+        log.info(
+            "pages have drifted (regret %.2f): later requests get table %s",
+            self.regret, classes[-1].digest.hex()[:16],
+        )  # fmt: skip

@@ -78,6 +78,7 @@ def test_the_model_is_calibrated_once_in_the_template_and_the_table_is_told(smal
     line = next(x for x in metrics.splitlines() if "kvcore_kv_profile{" in x and "small" in x)
     assert f'profile="small",role="{decoder(small)}",table="{share[1]}' in line
     assert float(line.split()[-1]) == pytest.approx(float(share[2]) / 100, abs=0.001)
+    assert small.stats("kv_drift")[decoder(small)] == 1.0  # nothing judged yet
 
 
 def test_a_request_chooses_and_exact_is_what_an_exact_server_answers(

@@ -20,6 +20,66 @@ def seal_pages(pool: Pool, pages: Sequence[int], class_number: int) -> None:
     page and those behind it stay open.
     """
 
+class Sealer:
+    """See ``kvcore.compress.Sealer``. A *table* is 0 for open pages, else one of ``tables``."""
+
+    def __init__(self, pool: Pool, classes: Sequence[PageClass], measure: bool = False) -> None: ...
+    def offer(self, classes: Sequence[PageClass]) -> None:
+        """Other classes for later sequences, as many as before: :attr:`tables` names them.
+
+        Raises InvalidArgument for classes of other pages and for more than the pool can know.
+        """
+    def observed(self) -> dict[str, Any]:
+        """Fields of ``PageStatistics``: means over the slices measured since :meth:`restart`.
+
+        Empty before a round is complete.
+        """
+    def restart(self) -> None:
+        """Forgets what was measured."""
+    @property
+    def rounds(self) -> int:
+        """Times that each layer was measured since :meth:`restart`; one takes 64 sealed pages."""
+    def hold(self, pages: Sequence[int], table: int) -> None:
+        """A sequence of ``table`` holds ``pages``, until :meth:`drop`."""
+    def drop(self, pages: Sequence[int], table: int) -> None:
+        """Ends what :meth:`hold` began. Raises InvalidArgument where nothing did."""
+    def faithful(self, pages: Sequence[int], table: int) -> int:
+        """How many leading ``pages`` a sequence of ``table`` can take."""
+    def computed(self, pages: Sequence[int]) -> None:
+        """``pages``, in order, are one sequence: each counts as the least faithful before it."""
+    def add(self, pages: Sequence[int], table: int = 0, high_first: bool = False) -> int:
+        """Queues pages, all tokens of which are in place; how many of them are new here.
+
+        ``table``: 0 = the least faithful one. Pages stay as they are that a sequence of a more
+        faithful table holds. ``high_first``: from the highest address down, not in their order.
+        """
+    def step(self, busy: bool) -> None:
+        """A step's share of the queue; ``busy``: sequences decode, so keep it short."""
+    def run(self, max_pages: int) -> int:
+        """Seals up to ``max_pages``; fewer when none are left or no bytes are free for one."""
+    @property
+    def tables(self) -> list[int]:
+        """What new sequences get: open pages, then by faithfulness."""
+    @property
+    def class_number(self) -> int:
+        """The pool's number of the least faithful table's class."""
+    @property
+    def waiting(self) -> int:
+        """Pages queued, those that :meth:`run` will pass over among them."""
+    @property
+    def held(self) -> int:
+        """Pages that :meth:`hold` keeps from being sealed, once for each time."""
+    @property
+    def sealed(self) -> int: ...
+    @property
+    def refused(self) -> int:
+        """Pages that hold a number which cannot be encoded."""
+    @property
+    def under_way(self) -> bool:
+        """The last step made the queue shorter, not empty."""
+    step_pages: int
+    """Pages of a step while sequences decode: about two milliseconds' worth."""
+
 class HeadPages:
     """KV of a pruned sequence: pages and a length for each (layer, KV head), in a pool of
     :func:`kvcore.head_pages.head_pool`; from nothing, or from ``compact``.

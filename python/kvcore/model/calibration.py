@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,8 +155,7 @@ def _calibrate(run: PagedRun, length: int) -> Statistics:
     exact = run.forward(length, length + PROBES)
     k, v = run.read(run.table)
     whole_k, whole_v = (x.flatten(2, 3)[:, :, : length + PROBES] for x in (k, v))
-    scale = run.model.config.attention_scale
-    weights = AttentionWeights(whole_k, whole_v, page_size, scale)
+    weights = AttentionWeights(whole_k, whole_v, page_size, **run.model.config.attention_options)
     for layer, (q, positions) in enumerate(queries.sampled(length // 2)):
         weights.measure(layer, q, positions)
     gain = _gains(run, exact, length)[:, None]
@@ -203,44 +202,64 @@ class AttentionWeights:
 
     An error e_j in the score of token j, independent of others, moves a head's output by the sum
     of p_j e_j (v_j - out): its square is (mean square of e) times the sum of p_j^2 |v_j - out|^2.
-    An error in v_j moves it by p_j times the error. Only tokens of pages that may be compressed
-    count: not those of the first page and of the query's own.
+    An error in v_j moves it by p_j times the error. A soft cap passes 1 - (capped score / cap)^2 of
+    an error in a score on. Only tokens of pages that may be compressed count: not those of the
+    first page, of the query's own, and behind a layer's window.
 
     Attributes:
         keys: [layers, heads, dim] square of outputs per mean square error of K's channel.
         values: [layers, heads] the same per square error over square of V.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, page_size: int, scale: float) -> None:
-        """``k``, ``v``: of the whole sequence, [layers, KV heads, tokens, head_dim]."""
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        page_size: int,
+        scale: float,
+        window: Sequence[int] = (),
+        soft_cap: float = 0.0,
+    ) -> None:
+        """``k``, ``v``: of the whole sequence, [layers, KV heads, tokens, head_dim].
+
+        ``window``: of each layer, tokens, 0 or none: everything; ``soft_cap``: of scores, 0: none.
+        """
         layers, heads, _, dim = k.shape
         self.k, self.v, self.page, self.scale = k, v, page_size, scale
+        self.window, self.soft_cap = window or (0,) * layers, soft_cap
         self.keys = torch.zeros(layers, heads, dim)
         self.values = torch.zeros(layers, heads)
 
     def measure(self, layer: int, q: Tensor, positions: Tensor) -> None:
         """Set one layer's sums, from queries [rows, heads, dim] at positions [rows]."""
         for head in range(self.k.shape[1]):
-            queries, p, outputs = self._of_head(layer, head, q, positions)
+            queries, p, slope, outputs = self._of_head(layer, head, q, positions)
             p, values = p.square(), self.v[layer, head].float()
             norms = values.square().sum(1)
             across = norms - 2 * outputs @ values.T + outputs.square().sum(-1, keepdim=True)
-            moved = (p * across).sum(-1, keepdim=True)  # [group, rows, 1]
+            moved = (p * slope.square() * across).sum(-1, keepdim=True)  # [group, rows, 1]
             self.keys[layer, head] = (queries.square() * moved).mean(1).sum(0)
             self.values[layer, head] = (p @ norms).mean(1).sum()
 
     def _of_head(
         self, layer: int, head: int, q: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaled queries, p of tokens that may be compressed (else 0) and outputs, of a group."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of a group: scaled queries, p of tokens that may be compressed (else 0), what a score
+        changes by where its product of query and key does, and outputs."""
         grouped = q.view(len(q), self.k.shape[1], -1, q.shape[2])[:, head].transpose(0, 1)
         queries = grouped.float() * self.scale  # [group, rows, dim]
-        token = torch.arange(self.k.shape[2])
-        scores = queries @ self.k[layer, head].float().T
-        p = scores.masked_fill(token > positions[:, None], -torch.inf).softmax(-1)
+        token, last = torch.arange(self.k.shape[2]), positions[:, None]
+        scores, slope = queries @ self.k[layer, head].float().T, torch.ones(())
+        if self.soft_cap:
+            capped = torch.tanh(scores / self.soft_cap)
+            scores, slope = self.soft_cap * capped, 1 - capped.square()
+        hidden = token > last
+        if window := self.window[layer]:
+            hidden = hidden | (token <= last - window)
+        p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         outputs = p @ self.v[layer, head].float()
-        own_page = (positions // self.page * self.page)[:, None]
-        return queries, p * ((token >= self.page) & (token < own_page)), outputs
+        own_page = last // self.page * self.page
+        return queries, p * ((token >= self.page) & (token < own_page)), slope, outputs
 
 
 def _divergence(exact: Tensor, logits: Tensor) -> float:

@@ -217,6 +217,7 @@ class Dispatcher:
         self._room = True
         worker.running, worker.waiting = fields["running"], fields["waiting"]
         worker.free_frames, worker.num_frames = fields["free_frames"], fields["num_frames"]
+        worker.kv_table = fields.get("kv_table") or worker.kv_table
         names, values = fields["stats_names"], fields["stats_values"]
         worker.stats = dict(zip(names, values, strict=False))
 

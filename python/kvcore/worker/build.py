@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcore import kernels, model
-from kvcore.compress import described, profile_classes
+from kvcore.compress import Statistics, described, profile_classes
 from kvcore.config import WorkerConfig, WorkerLaunch, deployment_secret, read_key_file
 from kvcore.errors import InvalidArgument
 from kvcore.pages import PageClass, Pool, page_ids_for
@@ -30,13 +30,14 @@ class Loaded(NamedTuple):
 
     model: model.Model
     classes: dict[str, PageClass]
+    statistics: Statistics | None
 
 
 def load_model(name: str, config: WorkerConfig) -> Loaded:
     """The model as a worker with these settings computes it, and how it keeps KV."""
     torch.set_num_threads(config.threads)
     loaded = model.load(name, config.dtype)
-    return Loaded(loaded, profile_classes(loaded, config.kv_profile, config.page_size))
+    return Loaded(loaded, *profile_classes(loaded, config.kv_profile, config.page_size))
 
 
 @contextlib.contextmanager
@@ -64,7 +65,7 @@ def build_worker(
     config = launch.worker
     if launch.role == "prefill":  # its pages are read as they are
         config = dataclasses.replace(config, kv_profile="exact")
-    loaded, classes = shared or load_model(launch.model, config)
+    loaded, classes, statistics = shared or load_model(launch.model, config)
     spec = loaded.page_spec(config.page_size)
     num_frames = config.kv_bytes // spec.frame_bytes
     if num_frames < 1:
@@ -73,7 +74,7 @@ def build_worker(
         )
     table = classes.get(config.kv_profile)
     pool = Pool(spec, num_frames, page_ids=page_ids_for(table, num_frames))
-    memory = PageMemory(pool, deployment_secret(), classes if table else None)
+    memory = PageMemory(pool, deployment_secret(), classes if table else None, statistics)
     log.info("%s", described(memory.profile, table))
     threads = kernels.ThreadPool(config.threads, list(launch.cpus) or None)
     plan = kernels.AttentionPlan(
@@ -92,7 +93,7 @@ def build_worker(
         "max_context": min(loaded.config.max_position, longest),
         "num_frames": memory.num_frames,
         "kv_profile": memory.profile,
-        "kv_table": table.digest.hex() if table else "",
+        "kv_table": memory.kv_table,
     }
     if launch.role == "mono":
         return Engine(loaded, memory, plan, **options), about

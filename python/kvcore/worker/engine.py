@@ -89,7 +89,8 @@ class Engine:
             )
         # The last token generated needs no KV: one more than the pool holds may come out.
         max_total = min(num_prompt + request.max_tokens, self.max_context, capacity + 1)
-        seq = Sequence(request, max_total, self.memory.page_size, self.clock(), extra=extra)
+        table = self.memory.table(request.kv_profile)
+        seq = Sequence(request, max_total, self.memory.page_size, self.clock(), extra, table)
         self._live[request.request_id] = seq
         self.scheduler.add(seq)
         return seq
@@ -159,7 +160,8 @@ class Engine:
             "open_bytes": pool.open_bytes,
             "compressed_bytes": pool.compressed_bytes,
             "compressed_pages": sum(self.memory.pool.class_pages()[1:]),
-            "kv_page_share": page_share(self.memory.classes.get(self.memory.profile)),
+            "kv_page_share": page_share(self.memory.page_class),
+            "kv_drift": self.memory.sealer.regret if self.memory.sealer else 1.0,
             "preemptions": self.scheduler.preemptions,
         }
         return {name: float(value) for name, value in (gauges | self.counters).items()}

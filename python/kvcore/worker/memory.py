@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvcore.compress import Sealer
+from kvcore.compress import Sealer, Statistics
 from kvcore.pages import PageClass, Pool, page_ids_for
 from kvcore.prefix import PrefixEvents, RadixTree
 from kvcore.worker.request import Sequence
@@ -21,7 +21,8 @@ class PageMemory:
     Sequences without a namespace share nothing. ``classes`` (``compress.profile_classes``) are the
     profiles offered besides exact, the worker's own last: full pages but a sequence's first are
     sealed into its profile's class once its prompt is computed, or before where memory is short.
-    Pages come and go one by one then, without classes by frames.
+    Pages come and go one by one then, without classes by frames. ``statistics`` (from there too):
+    later sequences get other classes where pages drift, of at most the same bytes.
     """
 
     def __init__(
@@ -29,14 +30,12 @@ class PageMemory:
         pool: Pool,
         secret: bytes | None = None,
         classes: Mapping[str, PageClass] | None = None,
+        statistics: Statistics | None = None,
     ) -> None:
         self.pool = pool
         self.tree = RadixTree(pool, secret)
         self.classes = classes or {}
-        self.sealer = Sealer(pool, *self.classes.values()) if classes else None
-        self._numbers = {"exact": 0}
-        if self.sealer:
-            self._numbers |= zip(self.classes, self.sealer.numbers, strict=True)
+        self.sealer = Sealer(pool, *classes.values(), statistics=statistics) if classes else None
         self.page_size: int = pool.spec.page_size
         self.unit_pages: int = 1 if classes else pool.spec.extent_pages
         self.num_frames: int = pool.stats().num_frames
@@ -53,16 +52,27 @@ class PageMemory:
     @property
     def profile(self) -> str:
         """The worker's own."""
-        return list(self._numbers)[-1]
+        return ["exact", *self.classes][-1]
+
+    @property
+    def page_class(self) -> PageClass | None:
+        """What new sequences of the worker's own profile get; None: their pages stay open."""
+        return self.sealer.classes[-1] if self.sealer else None
+
+    @property
+    def kv_table(self) -> str:
+        """Its digest, or ""; from any thread."""
+        return self.page_class.digest.hex() if self.page_class else ""
 
     @property
     def settled(self) -> bool:
         """No transfer holds pages that will come free by themselves."""
         return self.pool.stats().io_pages == 0
 
-    def _number(self, profile: str) -> int:
-        """The least faithful class that pages of a request for ``profile`` may have."""
-        return self._numbers.get(profile, self._numbers[self.profile])
+    def table(self, profile: str) -> int:
+        """The sealer's table that a new sequence of ``profile`` gets and keeps."""
+        tables = self.sealer.tables if self.sealer else [0]
+        return dict(zip(("exact", *self.classes), tables, strict=True)).get(profile, tables[-1])
 
     def capacity(self, profile: str = "") -> int:
         """Tokens of the longest sequence of a profile, alone: what is preempted must fit again."""
@@ -72,11 +82,11 @@ class PageMemory:
 
     def _pages_in(self, num_bytes: int, profile: str) -> int:
         """Pages of one sequence, all but the first and the last sealed."""
-        number = self._number(profile)
-        if not number:
+        if profile == "exact" or not self.classes:
             return 0
         ends = (2 + self._reserve) * PageClass.open(self.pool.spec).run_bytes(1)
-        return 2 + (num_bytes - ends) // self.pool.page_class(number).run_bytes(1)
+        page_class = self.classes.get(profile, self.classes[self.profile])
+        return 2 + (num_bytes - ends) // page_class.run_bytes(1)
 
     @property
     def free_tokens(self) -> int:
@@ -97,7 +107,7 @@ class PageMemory:
         found = self.tree.match(seq.request.namespace or None, seq.token_ids[: seq.num_tokens])
         pages = found.pages
         if self.sealer:
-            kept = self.sealer.faithful(pages, self._number(seq.request.kv_profile))
+            kept = self.sealer.faithful(pages, seq.kv_table)
             self.pool.decref(pages[kept:])
             pages = pages[:kept]
         self._hold(seq, pages)
@@ -109,7 +119,7 @@ class PageMemory:
         seq.hold(pages)
         self.owned_pages += len(pages)
         if self.sealer:
-            self.sealer.hold(pages, self._number(seq.request.kv_profile))
+            self.sealer.hold(pages, seq.kv_table)
 
     def grow(self, seq: Sequence, num_tokens: int, spare_units: int = 0) -> bool:
         """Allocates pages until ``seq`` has room for ``num_tokens``; seals and evicts as needed.
@@ -144,22 +154,19 @@ class PageMemory:
 
     def fill(self, seq: Sequence) -> bool:
         """Queues the full pages of ``seq`` for sealing, its first one excepted; whether any was."""
-        whole, number = seq.num_computed // self.page_size, self._number(seq.request.kv_profile)
-        if not (self.sealer and number and whole > seq.num_filled):
+        whole = seq.num_computed // self.page_size
+        if not (self.sealer and seq.kv_table and whole > seq.num_filled):
             return False
         fresh = seq.pages[max(seq.num_filled, 1) : whole].tolist()
-        # From the highest address down: compressed runs take the high end of a hole, so that it
-        # grows into one piece below them, where the other way round slivers stay between them.
-        fresh.sort(key=lambda page: -self.pool.slice_address(page, 0))
         seq.num_filled = whole
-        return self.sealer.add(fresh, number) > 0
+        return self.sealer.add(fresh, seq.kv_table, high_first=True) > 0
 
     def publish(self, seq: Sequence) -> None:
         """Makes the whole computed pages of ``seq`` findable."""
         whole = seq.num_computed // self.page_size
         if whole > seq.num_published:
             tokens, pages = seq.token_ids[: whole * self.page_size], seq.pages[:whole].tolist()
-            if self.sealer and self._number(seq.request.kv_profile):
+            if self.sealer and seq.kv_table:
                 self.sealer.computed(pages)
             self.tree.insert(seq.request.namespace or None, tokens, pages)
             seq.num_published = whole
@@ -168,7 +175,7 @@ class PageMemory:
         """Gives back every page ``seq`` holds, exactly once; findable pages stay with the tree."""
         pages = seq.pages[: seq.num_pages].tolist()
         if self.sealer:
-            self.sealer.drop(pages, self._number(seq.request.kv_profile))
+            self.sealer.drop(pages, seq.kv_table)
         self.pool.decref(pages)
         self.owned_pages -= seq.num_pages
         seq.num_pages = seq.num_computed = seq.num_published = seq.num_filled = 0

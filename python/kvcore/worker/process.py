@@ -117,7 +117,7 @@ class WorkerProcess:
         self._outbox = asyncio.Queue()
         jobs: list[asyncio.Task[None]] = []
         try:
-            await connection.send("hello", self._hello)
+            await connection.send("hello", self._hello | {"kv_table": self._engine.memory.kv_table})
             kind, fields = await connection.recv()
             if kind == "failed":
                 self._refusal = fields["message"]
@@ -242,6 +242,7 @@ class WorkerProcess:
             fields: dict[str, Any] = {name: int(stats[name]) for name in named}
             fields["stats_names"] = [name for name in stats if name not in named]
             fields["stats_values"] = [stats[name] for name in fields["stats_names"]]
+            fields["kv_table"] = self._engine.memory.kv_table
             self._put("heartbeat", fields)
             if self._draining and not self.engine_loop.busy and not told_drained:
                 told_drained = True

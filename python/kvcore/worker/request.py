@@ -98,6 +98,7 @@ class Sequence:
     ``token_ids`` int32 [max_total] holds the prompt and then what was generated; ``pages`` int32
     page ids in order, of which the first ``num_pages`` are held. ``computed_mark`` is the highest
     ``num_computed`` ever reached: work below it is recomputation. ``extra`` is the role's own.
+    ``kv_table``: of the sealer, from arrival on; 0 = pages stay open.
     """
 
     request: Request
@@ -105,6 +106,7 @@ class Sequence:
     page_size: int
     arrival_s: float = 0.0
     extra: Any = None
+    kv_table: int = 0
     state: State = State.WAITING
     num_computed: int = 0
     num_published: int = 0

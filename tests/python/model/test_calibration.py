@@ -8,6 +8,7 @@ import stat
 import numpy as np
 import pytest
 import tiny
+import torch
 from kvcore import compress
 from kvcore.errors import Unsupported
 from kvcore.model import calibration, load
@@ -85,21 +86,22 @@ def test_a_model_without_room_for_three_pages_is_refused(model):
         calibration.calibrate(model, 512)
 
 
-def test_attention_weights_are_what_noise_does():
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (100, 0.0), (0, 1.5), (150, 1.5)])
+def test_attention_weights_are_what_noise_does(window, cap):
     """First-order sums, against outputs under small random errors."""
-    import torch
-
     generator = torch.Generator().manual_seed(3)
     tokens, rows, dim, page = 256, 8, 32, 64
     k, v = (torch.randn(1, 1, tokens, dim, generator=generator) for _ in range(2))
     q = 2 * torch.randn(rows, 2, dim, generator=generator)
-    weights = calibration.AttentionWeights(k, v, page, dim**-0.5)
+    weights = calibration.AttentionWeights(k, v, page, dim**-0.5, (window,), cap)
     positions = torch.full((rows,), tokens)
     weights.measure(0, q, positions)
+    first = tokens - window + 1 if window else 0
 
     def outputs(keys, values):
-        p = (q.transpose(0, 1) @ keys[0, 0].T * dim**-0.5).softmax(-1)
-        return p @ values[0, 0]
+        scores = q.transpose(0, 1) @ keys[0, 0, first:].T * dim**-0.5
+        p = (cap * torch.tanh(scores / cap) if cap else scores).softmax(-1)
+        return p @ values[0, 0, first:]
 
     exact, size = outputs(k, v), 1e-3
     moved = {"k": 0.0, "v": 0.0}
@@ -111,6 +113,49 @@ def test_attention_weights_are_what_noise_does():
         moved["v"] += float((outputs(k, v + relative) - exact).square().sum(-1).mean(1).sum()) / 200
     assert float(weights.keys.sum()) * size**2 == pytest.approx(moved["k"], rel=0.1)
     assert float(weights.values) * size**2 == pytest.approx(moved["v"], rel=0.1)
+
+
+WINDOWED = {  # Gemma's layers see a window and everything by turns
+    "Gemma2Config": {"sliding_window": 70, "attn_logit_softcapping": 2.0},
+    "Gemma3TextConfig": {"sliding_window": 70, "sliding_window_pattern": 2},
+    "MistralConfig": {"sliding_window": 70},
+    "Qwen2Config": {"sliding_window": 70, "use_sliding_window": True, "max_window_layers": 1},
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_model_is_calibrated_with_its_own_attention(name, tmp_path, monkeypatch):
+    fields = WINDOWED[name] | {"head_dim": 64, "hidden_size": 256, "num_key_value_heads": 2}
+    path = tiny.make(tmp_path / "model", name, **fields)
+    model = load(path, cache_dir=tmp_path)
+    assert 70 in model.config.windows and bool(model.config.soft_cap) == (name == "Gemma2Config")
+    seen = []
+    measure, attend = calibration.AttentionWeights.measure, calibration.PagedRun._attend
+    outputs: dict[int, list[torch.Tensor]] = {}  # of one text
+    runs = []
+
+    def attended(run, layer, q, k, v):
+        out = attend(run, layer, q, k, v)
+        if run not in runs:
+            runs.append(run)
+            outputs.clear()
+        outputs.setdefault(layer, []).append(out.clone())
+        return out
+
+    def measured(weights, layer, q, positions):
+        """Outputs that the weights are made from, beside those of the model's own kernels."""
+        own = torch.cat(outputs[layer])[positions].float().view(len(q), 2, -1, 64)
+        for head in range(2):
+            found = weights._of_head(layer, head, q, positions)[-1].transpose(0, 1)
+            seen.append(float((found - own[:, head]).abs().max() / own.abs().max()))
+        measure(weights, layer, q, positions)
+
+    monkeypatch.setattr(calibration.PagedRun, "_attend", attended)
+    monkeypatch.setattr(calibration.AttentionWeights, "measure", measured)
+    found = calibration.calibrate(model, 32)
+    assert len(seen) == calibration.PARTS * model.config.num_layers * 2 and max(seen) < 0.02
+    assert (found.key_weight > 0).all() and (found.value_weight > 0).all()
+    assert compress.profile_class(found, "small") is not None
 
 
 def test_predicted_error_is_zero_where_nothing_is_compressed(model):

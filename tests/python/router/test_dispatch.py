@@ -466,6 +466,10 @@ def test_silence_and_stalls() -> None:
     heartbeat |= {"stats_names": ["x"], "stats_values": [2.0]}
     world.take(world.dispatcher.message(DECODE, "heartbeat", heartbeat, world.now))
     assert world.dispatcher.workers[DECODE].stats == {"x": 2.0}
+    for told, known in ({"kv_table": "aa"}, "aa"), ({}, "aa"), ({"kv_table": "bb"}, "bb"):
+        fields = heartbeat | told  # a table changes with the text of the day
+        world.take(world.dispatcher.message(DECODE, "heartbeat", fields, world.now))
+        assert world.dispatcher.workers[DECODE].kv_table == known
     assert world.dispatcher.silent(2.1) == [world.dispatcher.workers[PREFILL]]
     world.dispatcher.stalled(1.0)
     assert world.dispatcher.silent(2.1) == []

@@ -12,6 +12,7 @@ from hash_model import expected, request, rig
 from kvcore import _core, wire
 from kvcore.config import WorkerLaunch
 from kvcore.errors import InvalidArgument, PeerDead
+from kvcore.pages import PageClass
 from kvcore.worker.engine import Engine
 from kvcore.worker.process import WorkerProcess
 
@@ -87,6 +88,26 @@ def scenario(test):
 def slow(parts, seconds: float) -> None:
     good = parts.model.forward
     parts.model.forward = lambda *args: (time.sleep(seconds), good(*args))[1]
+
+
+@scenario
+async def test_heartbeats_and_hello_name_the_table_of_now(tmp_path) -> None:
+    parts = rig(page_size=16, extent=2, profile="small")
+    first = parts.memory.kv_table
+    assert first == parts.memory.classes["small"].digest.hex()
+    async with running(tmp_path, parts) as (router, _, _):
+        hello, link = await router.worker()
+        assert hello["kv_table"] == first
+        assert (await until(link, "heartbeat"))[-1][1]["kv_table"] == first
+        newer = PageClass(parts.pool.spec, [[("k4", "int8")] * 8])
+        parts.memory.sealer.classes = [parts.memory.sealer.classes[0], newer]
+        beat = {}
+        while beat.get("kv_table") != newer.digest.hex():
+            beat = (await until(link, "heartbeat"))[-1][1]
+            assert beat["kv_table"] in (first, newer.digest.hex())
+        await link.close()
+        hello, _ = await router.worker()
+        assert hello["kv_table"] == newer.digest.hex()
 
 
 @scenario
