@@ -4,7 +4,7 @@
 // segments are folded left in order.
 #pragma once
 
-#include "kernels/attention/step_impl.h"
+#include "kernels/attention/hot_step_impl.h"
 #include "kernels/merge/merge_impl.h"
 
 namespace kvcore::kernels::KVCORE_ISA_NS {
@@ -129,12 +129,60 @@ inline std::int64_t first_page(const AttendUnit& u) {
 // The reads leave nothing else in L1, so the next step's addresses are looked up while this one
 // reads: looked up when needed, they would hold back the reads behind them. A new page also misses
 // the TLB, which its first lines find out early.
-inline void look_ahead(const AttendUnit& u, const Walk& walk, Step& step) {
-  locate(u, walk.h, walk.t, step);
+inline void look_ahead(const AttendUnit& u, const Walk& walk, const Step& now, Step& step) {
+  if (walk.h == u.h0 || !locate_next_head(u, now, step)) locate(u, walk.h, walk.t, step);
   if (walk.h == u.h0)
     for (int i = 0; i < 4; ++i) __builtin_prefetch(step.pieces[0].k + 64 * i);
   if (step.v_codes)  // the scales in front of the codes
     for (int i = 0; i < 2; ++i) __builtin_prefetch(step.pieces[0].v + 64 * i);
+}
+
+// The rows of tokens [t, end), token by token, some of whose windows begin inside the step.
+[[gnu::noinline]] void run_window_edge(const AttendUnit& u, const Step& step, std::int64_t base,
+                                       std::int64_t t, std::int64_t end, Group& g) {
+  for (; t < end; ++t) {
+    const std::int64_t to = u.first_visible + t - step.start, from = to - u.window;
+    run_rows<false, true>(u, step, base + t * u.group, u.group,
+                          {from > 0 ? from : 0, at_most(to, kStepTokens)}, g);
+  }
+}
+
+// Rows that see all of the step go in full groups; rows of tokens inside the causal edge, or whose
+// window begins inside the step, go token by token, so that what a row cannot see is never
+// multiplied, not even by 0 (but see values_of).
+template <bool Plain>
+void run_tokens(const AttendUnit& u, const Step& step, const Step* next, Group& g) {
+  const std::int64_t base = (step.head - u.h0) * (u.t1 - u.t0) * u.group - u.t0 * u.group;
+  std::int64_t t = u.t0, end = u.t1;
+  if (u.first_visible + t <= step.start) t = step.start - u.first_visible + 1;
+  if (u.window != 0) {  // up to `whole` windows begin at or before the step, up to `end` inside it
+    const std::int64_t whole = step.start - u.first_visible + u.window + 1;
+    end = at_most(end, whole + kStepTokens - 1);
+    if (whole < end) {
+      const std::int64_t edge = whole > t ? whole : t;
+      run_window_edge(u, step, base, edge, end, g);
+      end = edge;
+    }
+  }
+  for (; t < end && u.first_visible + t - step.start < kStepTokens; ++t)
+    run_rows<Plain>(u, step, base + t * u.group, u.group, {0, u.first_visible + t - step.start}, g);
+  if (t < end) run_full_rows<Plain>(u, step, next, base + t * u.group, (end - t) * u.group, g);
+}
+
+[[gnu::noinline]] void run_mixed_step(const AttendUnit& u, Step& step, const Step* next, Group& g) {
+  if (!step.in_place) gather(u, step);
+  if (step.k_codes) load_channels(u, step, g.code_step);
+  if (step.v_codes) g.any_rotated |= begin_rotated(u, step);
+  run_tokens<false>(u, step, next, g);
+}
+
+// One located step, and the next one, if any. Plain ones are numbers that lie as the tiles read
+// them.
+inline void run_step(const AttendUnit& u, Step& step, const Step* next, Group& g) {
+  if (step.plain && !g.any_rotated)
+    run_tokens<true>(u, step, next, g);
+  else
+    run_mixed_step(u, step, next, g);
 }
 
 void attend_unit(const AttendUnit& whole) {
@@ -164,8 +212,8 @@ void attend_unit(const AttendUnit& whole) {
       g.any_rotated = new_segment = false;
     }
     walk.advance(u);
-    if (walk.more()) look_ahead(u, walk, steps[1 - i]);
-    run_step(u, steps[i], g);
+    if (walk.more()) look_ahead(u, walk, steps[i], steps[1 - i]);
+    run_step(u, steps[i], walk.more() ? &steps[1 - i] : nullptr, g);
     if (walk.more() && walk.page / kSegmentTokens == segment) continue;
     if (g.any_rotated) turn_back(u);
     sum_lanes(scratch, rows);

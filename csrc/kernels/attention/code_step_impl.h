@@ -167,22 +167,27 @@ void load_int8_queries(const AttendUnit& u, std::int64_t row, const PieceChannel
   }
 }
 
-[[gnu::noinline]] void code_scores_of(const AttendUnit& u, const Piece& p,
-                                      const PieceChannels& channels, std::int64_t row, int rows,
-                                      int lanes16, CodeTile t, CodeRows& r) {
+// The tile of one piece's K against M rows, whose integers it makes. Where the scores go is not
+// set.
+template <Format kFormat, int M>
+[[gnu::always_inline]] inline CodeTile key_tile(const AttendUnit& u, const Piece& p,
+                                                const PieceChannels& channels, std::int64_t row,
+                                                CodeRows& r) {
   const std::int32_t dk = u.pages->head_dim_k;
-  const bool k4 = p.k_format == Format::kK4;
-  by_rows(rows, [&]<int M>() {
-    if (k4)
-      load_k4_queries<M>(u.scratch->q_floats + row * dk, dk, channels, r);
-    else
-      load_int8_queries<M>(u, row, channels, r);
-  });
   const std::int64_t page = u.pages->page_size;
-  const BlockArrays at = block_arrays(p.k_format, Part::kK, page, dk);
-  t.k = k4 ? dk / 8 : dk / 4;
-  t.a = k4 ? r.q[0] : reinterpret_cast<const char*>(u.scratch->q_words) + row * dk * 2;
-  t.a_stride = k4 ? kMaxCodecDim : dk * 2;
+  const BlockArrays at = block_arrays(kFormat, Part::kK, page, dk);
+  CodeTile t{};
+  if constexpr (kFormat == Format::kK4) {
+    load_k4_queries<M>(u.scratch->q_floats + row * dk, dk, channels, r);
+    t.k = dk / 8;
+    t.a = r.q[0];
+    t.a_stride = kMaxCodecDim;
+  } else {
+    load_int8_queries<M>(u, row, channels, r);
+    t.k = dk / 4;
+    t.a = reinterpret_cast<const char*>(u.scratch->q_words) + row * dk * 2;
+    t.a_stride = dk * 2;
+  }
   t.b = p.k + at.codes + k_codes_at(page, t.k, p.v_first, 0, 4);
   t.b_stride = p.lanes * 4;
   t.bias = r.q_bias;
@@ -190,7 +195,23 @@ void load_int8_queries(const AttendUnit& u, std::int64_t row, const PieceChannel
   t.offset = r.q_offset;
   t.token_scale = p.k + at.scale + 2 * p.v_first;
   t.ahead = p.k_ahead;
-  t.side_step = (t.side_step + t.k - 1) / t.k;
+  return t;
+}
+
+// `sums`, of sum_bytes, are fetched on the way.
+[[gnu::noinline]] void code_scores_of(const AttendUnit& u, const Piece& p,
+                                      const PieceChannels& channels, std::int64_t row, int rows,
+                                      int lanes16, float* scores, const char* sums, CodeRows& r) {
+  const bool k4 = p.k_format == Format::kK4;
+  CodeTile t;
+  by_rows(rows, [&]<int M>() {
+    t = k4 ? key_tile<Format::kK4, M>(u, p, channels, row, r)
+           : key_tile<Format::kInt8, M>(u, p, channels, row, r);
+  });
+  t.c = scores;
+  t.c_stride = kStepTokens;
+  t.side = sums;
+  t.side_step = (rows * u.pages->head_dim_v * 4 + t.k - 1) / t.k;
   if (k4)
     run_code_tiles<K4Codes>(rows, lanes16, t);
   else
@@ -247,41 +268,76 @@ void load_code_weights(const float (&p)[kMaxRows][kStepTokens], const CodeStep& 
   by_rows(rows, [&]<int M>() { load_code_weights<M>(p, step, to); });
 }
 
-// c[M rows][Dv] = alpha * c + p . V over the piece's first `tokens` tokens; those behind have
-// probability 0 and add 0.
-[[gnu::noinline]] void code_values_of(const AttendUnit& u, const Piece& p, int rows,
-                                      std::int64_t tokens, float* c, const float* alpha,
-                                      const CodeRows& r) {
+// The tile of dims [d, d + at most 64) of one piece's V against the rows' bytes; c = alpha c + p .
+// V over its first `tokens` tokens, those behind having probability 0. Where c lies is not set.
+template <Format kFormat>
+[[gnu::always_inline]] inline CodeTile value_tile(const AttendUnit& u, const Piece& p,
+                                                  std::int32_t d, std::int64_t tokens,
+                                                  const float* alpha, const CodeRows& r) {
+  constexpr std::int64_t kGroup = kFormat == Format::kInt8 ? 4 : kFormat == Format::kV4 ? 8 : 16;
   const std::int32_t dv = u.pages->head_dim_v;
-  const std::int64_t page = u.pages->page_size;
-  const BlockArrays at = block_arrays(p.v_format, Part::kV, page, dv);
-  const std::int64_t group = p.v_format == Format::kInt8 ? 4 : p.v_format == Format::kV4 ? 8 : 16;
+  const std::int64_t page = u.pages->page_size, dims = at_most(dv - d, kDimBlock);
+  const char* codes = p.v + block_arrays(kFormat, Part::kV, page, dv).codes;
   CodeTile t{};
   t.a = r.p[0] + p.first;
   t.a_stride = kStepTokens;
-  t.k = (tokens + group - 1) / group;
+  t.k = (tokens + kGroup - 1) / kGroup;
   t.c_stride = dv;
   t.factor = r.p_factor;
   t.alpha = alpha;
   t.ahead = p.v_ahead;
-  for (std::int32_t d = 0; d < dv; d += static_cast<std::int32_t>(kDimBlock)) {
-    const std::int64_t dims = at_most(dv - d, kDimBlock);
-    const int lanes16 = static_cast<int>(dims / 16);
-    t.c = c + d;
+  if constexpr (kFormat == Format::kV3) {
+    t.b = codes + v3_codes_at(page, dv, d, p.v_first);
+    t.b_stride = v3_group_bytes(dims);
+    t.high_bits = dims * 4;
+  } else {
+    t.b = codes + v_codes_at(dv, page / kGroup, d, p.v_first / kGroup, 4);
     t.b_stride = dims * 4;
-    if (p.v_format == Format::kV3) {
-      t.b = p.v + at.codes + v3_codes_at(page, dv, d, p.v_first);
-      t.b_stride = v3_group_bytes(dims);
-      t.high_bits = dims * 4;
-      run_code_tiles<V3Codes>(rows, lanes16, t);
-    } else {
-      t.b = p.v + at.codes + v_codes_at(dv, page / group, d, p.v_first / group, 4);
-      if (p.v_format == Format::kV4)
-        run_code_tiles<V4Codes>(rows, lanes16, t);
-      else
-        run_code_tiles<Int8VCodes>(rows, lanes16, t);
-    }
   }
+  return t;
+}
+
+template <Format kFormat>
+struct CodesOf;
+template <>
+struct CodesOf<Format::kInt8> {
+  using K = Int8KCodes;
+  using V = Int8VCodes;
+};
+template <>
+struct CodesOf<Format::kK4> {
+  using K = K4Codes;
+};
+template <>
+struct CodesOf<Format::kV4> {
+  using V = V4Codes;
+};
+template <>
+struct CodesOf<Format::kV3> {
+  using V = V3Codes;
+};
+
+template <Format kFormat>
+inline void code_values_of(const AttendUnit& u, const Piece& p, int rows, std::int64_t tokens,
+                           float* c, const float* alpha, const CodeRows& r) {
+  const std::int32_t dv = u.pages->head_dim_v;
+  for (std::int32_t d = 0; d < dv; d += static_cast<std::int32_t>(kDimBlock)) {
+    CodeTile t = value_tile<kFormat>(u, p, d, tokens, alpha, r);
+    t.c = c + d;
+    const int lanes16 = static_cast<int>(at_most(dv - d, kDimBlock) / 16);
+    run_code_tiles<typename CodesOf<kFormat>::V>(rows, lanes16, t);
+  }
+}
+
+[[gnu::noinline]] void code_values_of(const AttendUnit& u, const Piece& p, int rows,
+                                      std::int64_t tokens, float* c, const float* alpha,
+                                      const CodeRows& r) {
+  if (p.v_format == Format::kV3)
+    code_values_of<Format::kV3>(u, p, rows, tokens, c, alpha, r);
+  else if (p.v_format == Format::kV4)
+    code_values_of<Format::kV4>(u, p, rows, tokens, c, alpha, r);
+  else
+    code_values_of<Format::kInt8>(u, p, rows, tokens, c, alpha, r);
 }
 
 }  // namespace

@@ -35,9 +35,11 @@ inline Int repeat(const char* dword) {
   return set1_int(x);
 }
 
-// What a format's lanes hold: kParts integer operands for each dword of codes.
+// What a format's lanes hold: kParts integer operands for each dword of codes. 16 lanes of a row of
+// b take kLines2 half cache lines.
 struct Int8KCodes {
   static constexpr int kParts = 2;
+  static constexpr int kLines2 = 2;
   static constexpr bool kIsK = true, kTokenScale = true;
   Int at[kParts];
   void take(const CodeTile&, const char* b, int) {
@@ -49,6 +51,7 @@ struct Int8KCodes {
 };
 struct K4Codes {
   static constexpr int kParts = 2;
+  static constexpr int kLines2 = 2;
   static constexpr bool kIsK = true, kTokenScale = false;
   Int at[kParts];
   void take(const CodeTile&, const char* b, int) {
@@ -60,6 +63,7 @@ struct K4Codes {
 };
 struct Int8VCodes {
   static constexpr int kParts = 1;
+  static constexpr int kLines2 = 2;
   static constexpr bool kIsK = false, kTokenScale = false;
   Int at[kParts];
   void take(const CodeTile&, const char* b, int) { at[0] = load_int(b); }
@@ -93,6 +97,7 @@ constexpr ByteLevels kV3Tables[2][2] = {{v3_levels(false, false), v3_levels(fals
 
 struct V4Codes {
   static constexpr int kParts = 2;
+  static constexpr int kLines2 = 2;
   static constexpr bool kIsK = false, kTokenScale = false;
   Int at[kParts];
   void take(const CodeTile&, const char* b, int) {
@@ -105,6 +110,7 @@ struct V4Codes {
 };
 struct V3Codes {
   static constexpr int kParts = 4;
+  static constexpr int kLines2 = 3;
   static constexpr bool kIsK = false, kTokenScale = false;
   Int at[kParts];
   void take(const CodeTile& t, const char* b, int vec) {
@@ -141,7 +147,7 @@ inline void finish(const CodeTile& t, const Int (&acc)[M][N]) {
 }
 
 template <class Codes, int M, int T>
-void code_tile(const CodeTile& t) {
+[[gnu::always_inline]] inline void code_tile_here(const CodeTile& t) {
   constexpr int N = T * kVecs16;
   Int acc[M][N];
 #pragma GCC unroll 8
@@ -151,8 +157,9 @@ void code_tile(const CodeTile& t) {
   const char *a = t.a, *b = t.b;
   for (std::int64_t k = 0; k < t.k; ++k, a += 4 * Codes::kParts, b += t.b_stride) {
     if (t.ahead != 0)
-#pragma GCC unroll 4
-      for (int i = 0; i < T; ++i) __builtin_prefetch(b + t.ahead + 64 * i);
+#pragma GCC unroll 6
+      for (int i = 0; i < T * Codes::kLines2 / 2; ++i)
+        __builtin_prefetch(b + t.ahead + 64 * i, 0, 2);  // into L2
     if (t.side != nullptr)
       for (std::int64_t i = 0; i < t.side_step; i += 64)
         __builtin_prefetch(t.side + k * t.side_step + i);
@@ -168,6 +175,27 @@ void code_tile(const CodeTile& t) {
     }
   }
   finish<Codes, M, N>(t, acc);
+}
+
+template <class Codes, int M, int T>
+void code_tile(const CodeTile& t) {
+  code_tile_here<Codes, M, T>(t);
+}
+
+// Moves on by `tiles` groups of 16 lanes.
+inline void advance(CodeTile& t, int tiles) {
+  t.b += 64 * tiles;
+  t.high_bits -= 64 * tiles - 32 * tiles;
+  t.c += 16 * tiles;
+  t.token_scale += 32 * tiles;
+  t.side = nullptr;
+}
+
+// The same over 64 lanes, in a function that knows the shape.
+template <class Codes, int M>
+[[gnu::always_inline]] inline void code_tiles_here(CodeTile t) {
+  for (int i = 0; i < 4; i += kMaxTiles, advance(t, kMaxTiles))
+    code_tile_here<Codes, M, kMaxTiles>(t);
 }
 
 template <class Codes, int M>
@@ -206,12 +234,8 @@ void run_code_tiles(int rows, int lanes16, CodeTile t) {
   while (lanes16 > 0) {
     const int n = lanes16 < kMaxTiles ? lanes16 : kMaxTiles;
     code_tile_of<Codes>(rows, n)(t);
-    t.b += 64 * n;
-    t.high_bits -= 64 * n - 32 * n;
-    t.c += 16 * n;
-    t.token_scale += 32 * n;
+    advance(t, n);
     lanes16 -= n;
-    t.side = nullptr;
   }
 }
 

@@ -31,6 +31,9 @@ struct Piece {  // consecutive tokens of one page inside one step, for one KV he
   Way k_way, v_way;
 };
 
+// Steps of one whole page, read where it lies, that have functions of their own (hot_step_impl.h).
+enum class Hot : std::uint8_t { kNone, kBf16, kInt8, kK4V4, kK4V3 };
+
 struct Step {
   Piece pieces[kMaxPieces];
   std::int32_t head;
@@ -40,6 +43,7 @@ struct Step {
   bool plain;              // all pieces are numbers, read where they lie
   bool in_place;           // all pieces are read where they lie
   bool k_codes, v_codes;   // some piece's K or V is multiplied as integers
+  Hot hot;
 };
 
 inline std::int64_t bytes_of(Format f) { return f == Format::kF32 ? 4 : 2; }
@@ -60,7 +64,7 @@ inline std::int64_t bits_of(Format f) {
   }
 }
 inline bool takes_pairs(Format f) { return kBf16Pairs && f == Format::kBf16; }
-inline bool is_rotated(Format f) { return f == Format::kV4 || f == Format::kV3; }
+constexpr bool is_rotated(Format f) { return f == Format::kV4 || f == Format::kV3; }
 inline std::int64_t at_most(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
 inline Way way_of(const ClassView& cls, Format f) {
@@ -96,14 +100,25 @@ inline bool read_in_place(Way way) { return way == Way::kInPlace || way == Way::
 }
 
 // Codes of 3 and 4 bits take so much arithmetic a byte that the hardware's own reading ahead stops
-// in between; bytes of int8 and numbers are slower with it (measured).
-constexpr std::int64_t kCodesAhead = 6144;
+// in between; numbers are slower with it (measured).
+constexpr std::int64_t kCodesAhead = 8192;
 
 // Where the step's first page begins that some row sees: those before may be free.
 inline std::int64_t first_piece(const AttendUnit& u, std::int64_t start) {
   if (u.first_seen <= start) return 0;
   const std::int64_t lanes = at_most(u.pages->page_size, kStepTokens);
   return at_most((u.first_seen - start) / lanes * lanes, kStepTokens - lanes);
+}
+
+inline Hot hot_of(const AttendUnit& u, const Step& step) {
+  if (u.pages->page_size != kStepTokens || u.pages->head_dim_v % kDimBlock != 0 || !step.in_place)
+    return Hot::kNone;
+  const Format k = step.pieces[0].k_format, v = step.pieces[0].v_format;
+  if (k == Format::kBf16 && v == Format::kBf16) return Hot::kBf16;
+  if (k == Format::kInt8 && v == Format::kInt8) return Hot::kInt8;
+  if (k == Format::kK4 && v == Format::kV4) return Hot::kK4V4;
+  if (k == Format::kK4 && v == Format::kV3) return Hot::kK4V3;
+  return Hot::kNone;
 }
 
 // Finds the pieces of the step of KV head h that starts at absolute token `start`.
@@ -154,6 +169,31 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
     (takes_pairs(p.v_format) ? step.p_pairs : step.p_floats) = true;
     i += p.count;
   }
+  step.hot = hot_of(u, step);
+}
+
+// The same tokens of the next KV head, where these are one page in place and the formats are equal.
+inline bool locate_next_head(const AttendUnit& u, const Step& from, Step& to) {
+  const Piece& p = from.pieces[0];
+  const HeadBlock &head = *p.head, &next = p.head[1];
+  if (u.pages->page_size != kStepTokens || !from.in_place || next.k_format != head.k_format ||
+      next.v_format != head.v_format)
+    return false;
+  to.head = from.head + 1;
+  to.start = from.start;
+  to.num_pieces = from.num_pieces;
+  to.p_pairs = from.p_pairs;
+  to.p_floats = from.p_floats;
+  to.plain = from.plain;
+  to.in_place = from.in_place;
+  to.k_codes = from.k_codes;
+  to.v_codes = from.v_codes;
+  to.hot = from.hot;
+  to.pieces[0] = p;
+  to.pieces[0].head = &next;
+  to.pieces[0].k += next.k_offset_bytes - head.k_offset_bytes;
+  to.pieces[0].v += next.v_offset_bytes - head.v_offset_bytes;
+  return true;
 }
 
 // Decodes the piece's K and turns it around: [Dk][count] floats.

@@ -43,12 +43,8 @@ inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, i
     const float* sums = Plain ? u.scratch->segment.o + row * dv : first_sums(u, step, row);
     const char* side = i == 0 ? reinterpret_cast<const char*>(sums) : nullptr;
     if (!Plain && p.k_way == Way::kCodes) {
-      CodeTile t{};
-      t.c = &g.scores[0][p.first];
-      t.c_stride = kStepTokens;
-      t.side = side;
-      t.side_step = rows * dv * 4;
-      code_scores_of(u, p, g.code_step.channels[i], row, rows, lanes16, t, g.codes);
+      code_scores_of(u, p, g.code_step.channels[i], row, rows, lanes16, &g.scores[0][p.first], side,
+                     g.codes);
       continue;
     }
     const bool pairs = takes_pairs(p.k_format);
@@ -163,6 +159,10 @@ inline void rescale(float* sums, int rows, std::int32_t dim, const float* alpha)
   }
 }
 
+inline bool has_rotated(const AttendUnit& u, const Step& step, const Group& g) {
+  return g.any_rotated && u.scratch->rotated_from[step.head - u.h0] != kNoToken;
+}
+
 // o = alpha * o + p . V over the tokens seen, reading V forward; o is the rotated sums for pieces
 // whose V is rotated. A window's first token is rounded down to 16, the smallest page: what is
 // multiplied by 0 then lies in a page that the row sees, whatever the page size and the other rows.
@@ -212,8 +212,7 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
   }
   if constexpr (Plain) return;
   if (alpha_o == g.alpha) rescale(o, rows, dv, g.alpha);
-  if (g.any_rotated && alpha_rotated == g.alpha && s.rotated_from[step.head - u.h0] != kNoToken)
-    rescale(rotated, rows, dv, g.alpha);
+  if (alpha_rotated == g.alpha && has_rotated(u, step, g)) rescale(rotated, rows, dv, g.alpha);
 }
 
 // While the softmax waits for its own results nothing is read. So much of V is asked for before it
@@ -243,55 +242,6 @@ inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, st
     row += rows;
     count -= rows;
   }
-}
-
-// The rows of tokens [t, end), token by token, some of whose windows begin inside the step.
-[[gnu::noinline]] void run_window_edge(const AttendUnit& u, const Step& step, std::int64_t base,
-                                       std::int64_t t, std::int64_t end, Group& g) {
-  for (; t < end; ++t) {
-    const std::int64_t to = u.first_visible + t - step.start, from = to - u.window;
-    run_rows<false, true>(u, step, base + t * u.group, u.group,
-                          {from > 0 ? from : 0, at_most(to, kStepTokens)}, g);
-  }
-}
-
-// Rows that see all of the step go in full groups; rows of tokens inside the causal edge, or whose
-// window begins inside the step, go token by token, so that what a row cannot see is never
-// multiplied, not even by 0 (but see values_of).
-template <bool Plain>
-void run_tokens(const AttendUnit& u, const Step& step, Group& g) {
-  const std::int64_t base = (step.head - u.h0) * (u.t1 - u.t0) * u.group - u.t0 * u.group;
-  std::int64_t t = u.t0, end = u.t1;
-  if (u.first_visible + t <= step.start) t = step.start - u.first_visible + 1;
-  if (u.window != 0) {  // up to `whole` windows begin at or before the step, up to `end` inside it
-    const std::int64_t whole = step.start - u.first_visible + u.window + 1;
-    end = at_most(end, whole + kStepTokens - 1);
-    if (whole < end) {
-      const std::int64_t edge = whole > t ? whole : t;
-      run_window_edge(u, step, base, edge, end, g);
-      end = edge;
-    }
-  }
-  for (; t < end && u.first_visible + t - step.start < kStepTokens; ++t)
-    run_rows<Plain>(u, step, base + t * u.group, u.group, {0, u.first_visible + t - step.start}, g);
-  if (t < end)
-    run_rows<Plain>(u, step, base + t * u.group, (end - t) * u.group, {0, kStepTokens}, g);
-}
-
-[[gnu::noinline]] void run_mixed_step(const AttendUnit& u, Step& step, Group& g) {
-  if (!step.in_place) gather(u, step);
-  if (step.k_codes) load_channels(u, step, g.code_step);
-  if (step.v_codes) g.any_rotated |= begin_rotated(u, step);
-  run_tokens<false>(u, step, g);
-}
-
-// One located step. Plain ones, numbers that lie as the tiles read them, have functions of their
-// own.
-inline void run_step(const AttendUnit& u, Step& step, Group& g) {
-  if (step.plain && !g.any_rotated)
-    run_tokens<true>(u, step, g);
-  else
-    run_mixed_step(u, step, g);
 }
 
 }  // namespace

@@ -88,7 +88,7 @@ constexpr std::int64_t a_bytes() {  // of the values of one b row
 }
 
 template <class Ops, int M, int T>
-void tile(const TileArgs& t) {
+[[gnu::always_inline]] inline void tile_here(const TileArgs& t) {
   constexpr int N = T * kVecs16;
   F acc[M][N];
 #pragma GCC unroll 8
@@ -109,6 +109,22 @@ void tile(const TileArgs& t) {
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) store(t.c + m * t.c_stride + j * kW, acc[m][j]);
+}
+
+template <class Ops, int M, int T>
+void tile(const TileArgs& t) {
+  tile_here<Ops, M, T>(t);
+}
+
+// The same over 64 lanes, in a function that knows the shape.
+template <class Ops, int M>
+[[gnu::always_inline]] inline void tiles_here(TileArgs t) {
+  for (int i = 0; i < 4; i += kMaxTiles) {
+    tile_here<Ops, M, kMaxTiles>(t);
+    t.b += 16 * kMaxTiles * Ops::kBytes;
+    t.c += 16 * kMaxTiles;
+    t.side = nullptr;
+  }
 }
 
 template <class Ops, int M>
