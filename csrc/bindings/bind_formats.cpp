@@ -24,7 +24,8 @@ BlockSpec spec_of(const std::string& format, const std::string& part, std::int64
   if (part != "k" && part != "v")
     throw ErrorException{invalid_argument(text("part='", part, "' is unknown: allowed k, v"))};
   for (const Format value : kCodecs)
-    if (format == pages::name_of(value)) return {value, part == "k" ? Part::kK : Part::kV, tokens, dim};
+    if (format == pages::name_of(value))
+      return {value, part == "k" ? Part::kK : Part::kV, tokens, dim};
   throw ErrorException{invalid_argument(
       text("format='", format, "' is not a compressed format: allowed int8, fp8, k4, v4, v3"))};
 }
@@ -63,14 +64,9 @@ void decode_block(const std::string& format, const std::string& part, std::int64
   const std::byte* from = pointer<const std::byte>("block", block, 1);
   char* to = pointer<char>("rows", rows, 1);
   const DType type = dtype_of(dtype);
-  if (count < 0)
-    throw ErrorException{
-        invalid_argument(text("count=", count, " is out of range: allowed from 0"))};
-  const std::int64_t rows_bytes = rows_step * size_of(type);
   const py::gil_scoped_release release;
-  for (std::int64_t i = 0; i < count; ++i)
-    unwrap(kernels::decode_page_block(spec, {from + i * block_step, size_of_block(bytes)},
-                                      to + i * rows_bytes, stride, type));
+  unwrap(kernels::decode_page_blocks(spec, {from, size_of_block(bytes)}, to, stride, type,
+                                     {count, rows_step, block_step}));
 }
 
 void check_block(const std::string& format, const std::string& part, std::int64_t tokens,

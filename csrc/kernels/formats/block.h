@@ -37,6 +37,8 @@ struct EncodeBlock {
   std::int32_t tokens;  // 16, 32, 64 or 128
   std::int32_t dim;     // a multiple of 8 up to kMaxCodecDim
   char* block;          // block_arrays().bytes; padding is written as well
+  // Bytes from rows and from block to those that come next, which are brought into L2; 0: none.
+  std::int64_t ahead = 0, block_ahead = 0;
 };
 
 struct DecodeBlock {
@@ -45,10 +47,11 @@ struct DecodeBlock {
   Part part;
   std::int32_t tokens;
   std::int32_t dim;
-  std::int32_t first, count;  // tokens wanted, both multiples of 16
-  DType dtype;                // of rows
-  char* rows;                 // [count][dim]
-  std::int64_t stride_bytes;  // between tokens
+  std::int32_t first, count;                // tokens wanted, both multiples of 16
+  DType dtype;                              // of rows
+  char* rows;                               // [count][dim]
+  std::int64_t stride_bytes;                // between tokens
+  std::int64_t ahead = 0, block_ahead = 0;  // as above
 };
 
 }  // namespace kvcore::kernels

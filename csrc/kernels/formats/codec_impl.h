@@ -40,6 +40,23 @@ Row<E> row_of(const DecodeBlock& a, std::int64_t token) {
   return row_at<E>(a.rows + (token - a.first) * a.stride_bytes, 0);
 }
 
+// Rows lie apart, and a block takes long enough for the hardware's own reading ahead to stop: what
+// comes next is asked for at the same place of this block, one vector at a time.
+template <class E>
+inline void fetch_next(const EncodeBlock& a, Row<E> row, std::int64_t d) {
+  if (a.ahead != 0) __builtin_prefetch(row.base + d * E::kBytes + a.ahead, 0, 2);
+}
+inline void fetch_next_codes(const EncodeBlock& a, const char* codes) {
+  if (a.block_ahead != 0) __builtin_prefetch(codes + a.block_ahead, 1, 2);
+}
+inline void fetch_next_codes(const DecodeBlock& a, const char* codes) {
+  if (a.block_ahead != 0) __builtin_prefetch(codes + a.block_ahead, 0, 2);
+}
+template <class E>
+inline void fetch_next(const DecodeBlock& a, Row<E> row, std::int64_t d) {
+  if (a.ahead != 0) __builtin_prefetch(row.base + d * E::kBytes + a.ahead, 1, 2);
+}
+
 inline void copy_bytes(void* to, const void* from, std::int64_t bytes) {
   __builtin_memcpy(to, from, static_cast<unsigned long>(bytes));
 }
@@ -163,6 +180,7 @@ void load_tile(const EncodeBlock& a, std::int64_t first, Tile& tile, Op op) {
       F v[kW];
       for (int i = 0; i < kW; ++i) {
         const Row<E> row = row_of<E>(a, first + vec * kW + i);
+        fetch_next(a, row, d);
         if constexpr (kPairs<E>)
           v[i] = as_float(get_int(row.base + 2 * d, (a.dim - d) / 2));
         else
@@ -200,6 +218,7 @@ void store_part(const DecodeBlock& a, std::int64_t first, std::int64_t d, int ve
   transpose(v);
   for (int i = 0; i < kW; ++i) {
     const Row<E> row = row_of<E>(a, first + vec * kW + i);
+    fetch_next(a, row, d);
     if constexpr (kPairs<E>)
       put_int(row.base + 2 * d, (a.dim - d) / 2, as_int(v[i]));
     else

@@ -59,6 +59,11 @@ Status check_call(const BlockSpec& s, std::size_t bytes, std::int64_t stride) {
   return {};
 }
 
+Status check_count(const BlockSteps& steps) {
+  if (steps.count >= 0) return {};
+  return invalid_argument(text("count=", steps.count, " is out of range: allowed from 0"));
+}
+
 constexpr float kMaxMagnitude = 65504.f;
 
 // The error for the first number that the encoder refused.
@@ -121,8 +126,7 @@ Status encode_page_block(const BlockSpec& s, const void* rows, std::int64_t stri
 Status encode_page_blocks(const BlockSpec& s, const void* rows, std::int64_t stride, DType dtype,
                           std::span<std::byte> first, const BlockSteps& steps) {
   KVCORE_RETURN_IF_ERROR(check_call(s, first.size(), stride));
-  if (steps.count < 0)
-    return invalid_argument(text("count=", steps.count, " is out of range: allowed from 0"));
+  KVCORE_RETURN_IF_ERROR(check_count(steps));
   KVCORE_ASSIGN_OR_RETURN(const KernelTable* table, kernel_table());
   const BlockArrays at = arrays_of(s);
   const std::int64_t end = at.codes + code_bytes(s.format, s.tokens, s.dim);
@@ -134,7 +138,9 @@ Status encode_page_blocks(const BlockSpec& s, const void* rows, std::int64_t str
                    s.part,
                    static_cast<std::int32_t>(s.tokens),
                    static_cast<std::int32_t>(s.dim),
-                   reinterpret_cast<char*>(first.data())};
+                   reinterpret_cast<char*>(first.data()),
+                   step_bytes,
+                   steps.block};
   for (std::int64_t i = 0; i < steps.count; ++i) {
     std::memset(args.block, 0, static_cast<std::size_t>(at.codes));
     std::memset(args.block + end, 0, static_cast<std::size_t>(at.bytes - end));
@@ -147,12 +153,32 @@ Status encode_page_blocks(const BlockSpec& s, const void* rows, std::int64_t str
 
 Status decode_page_block(const BlockSpec& s, std::span<const std::byte> block, void* rows,
                          std::int64_t stride, DType dtype) {
-  KVCORE_RETURN_IF_ERROR(check_call(s, block.size(), stride));
+  return decode_page_blocks(s, block, rows, stride, dtype, {});
+}
+
+Status decode_page_blocks(const BlockSpec& s, std::span<const std::byte> first, void* rows,
+                          std::int64_t stride, DType dtype, const BlockSteps& steps) {
+  KVCORE_RETURN_IF_ERROR(check_call(s, first.size(), stride));
+  KVCORE_RETURN_IF_ERROR(check_count(steps));
   KVCORE_ASSIGN_OR_RETURN(const KernelTable* table, kernel_table());
-  table->decode_block({reinterpret_cast<const char*>(block.data()), s.format, s.part,
-                       static_cast<std::int32_t>(s.tokens), static_cast<std::int32_t>(s.dim), 0,
-                       static_cast<std::int32_t>(s.tokens), dtype, static_cast<char*>(rows),
-                       stride * size_of(dtype)});
+  const std::int64_t step_bytes = steps.rows * size_of(dtype);
+  DecodeBlock args{reinterpret_cast<const char*>(first.data()),
+                   s.format,
+                   s.part,
+                   static_cast<std::int32_t>(s.tokens),
+                   static_cast<std::int32_t>(s.dim),
+                   0,
+                   static_cast<std::int32_t>(s.tokens),
+                   dtype,
+                   static_cast<char*>(rows),
+                   stride * size_of(dtype),
+                   step_bytes,
+                   steps.block};
+  for (std::int64_t i = 0; i < steps.count; ++i) {
+    table->decode_block(args);
+    args.rows += step_bytes;
+    args.block += steps.block;
+  }
   return {};
 }
 

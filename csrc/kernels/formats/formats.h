@@ -45,6 +45,8 @@ Status encode_page_blocks(const BlockSpec& spec, const void* rows, std::int64_t 
 // The reverse. Does not look for damage: check_block() does.
 Status decode_page_block(const BlockSpec& spec, std::span<const std::byte> block, void* rows,
                          std::int64_t stride, DType dtype);
+Status decode_page_blocks(const BlockSpec& spec, std::span<const std::byte> first, void* rows,
+                          std::int64_t stride, DType dtype, const BlockSteps& steps);
 
 // kCorrupt for a block that no encoder writes: a scale, norm or grid that is not finite or not
 // above 0, a mean that is not finite, an fp8 NaN.

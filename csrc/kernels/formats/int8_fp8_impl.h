@@ -44,6 +44,7 @@ bool encode_int8_k(const EncodeBlock& a) {
         const auto code = [&](std::int64_t i) {
           return round_int(tile.get(d + i, v) * inverse[v]);
         };
+        fetch_next_codes(a, codes + 4 * v * kW);
         store_int(codes + 4 * v * kW, join4(code(0), code(1), code(2), code(3)));
       }
     }
@@ -59,9 +60,11 @@ void decode_int8_k(const DecodeBlock& a) {
   for (std::int64_t first = a.first; first < a.first + a.count; first += kGroup) {
     const TokenScales scale = get_scales(a.block + at.scale, first);
     store_tile<E>(a, first, [&](std::int64_t d, int v) {
-      const Int lanes = load_int(a.block + at.codes +
-                                 k_codes_at(a.tokens, a.dim / 4, first, d / 4, 4) + 4 * v * kW);
-      const Int code = ((lanes ^ static_cast<std::int32_t>(0x80808080u)) << (24 - d % 4 * 8)) >> 24;
+      const char* codes =
+          a.block + at.codes + k_codes_at(a.tokens, a.dim / 4, first, d / 4, 4) + 4 * v * kW;
+      if (d % 4 == 0) fetch_next_codes(a, codes);
+      const Int code =
+          ((load_int(codes) ^ static_cast<std::int32_t>(0x80808080u)) << (24 - d % 4 * 8)) >> 24;
       return set1(mean.at[d]) + scale.at[v] * to_float(code);
     });
   }
@@ -118,9 +121,11 @@ void decode_int8_v(const DecodeBlock& a) {
     for (std::int64_t d = 0; d < a.dim; d += kW) {
       const Int lanes =
           get_int(a.block + at.codes + v_codes_at(a.dim, a.tokens / 4, d, t / 4, 4), a.dim - d);
-      for (int i = 0; i < 4; ++i)
-        row_of<E>(a, t + i)
-            .put(d, a.dim - d, set1(scale[t + i]) * to_float((lanes << (24 - 8 * i)) >> 24));
+      for (int i = 0; i < 4; ++i) {
+        const Row<E> row = row_of<E>(a, t + i);
+        fetch_next(a, row, d);
+        row.put(d, a.dim - d, set1(scale[t + i]) * to_float((lanes << (24 - 8 * i)) >> 24));
+      }
     }
 }
 

@@ -81,6 +81,7 @@ bool encode_k4(const EncodeBlock& a) {
         Int lanes = set1_int(0);
         for (int i = 0; i < 8; ++i)
           lanes |= round_int(tile.get(d + i, v)) << (i < 4 ? 8 * i : 8 * i - 28);
+        fetch_next_codes(a, codes + 4 * v * kW);
         store_int(codes + 4 * v * kW, lanes);
       }
     }
