@@ -70,9 +70,10 @@ class LayerCall {
   LayerCall(const py::object& exchange, std::shared_ptr<stream::LayerStep> step, Address arena)
       : exchange_(exchange), step_(std::move(step)), arena_(arena) {}
 
-  // out; None for tensors that do not lie as they should: the caller copies them, or says why not.
+  // The result, in `into` unless that is None; None for tensors that do not lie as they should: the
+  // caller copies them, or says why not.
   py::object run(py::handle q_rows, py::handle k_rows, py::handle v_rows, py::handle arena,
-                 std::int64_t layer) {
+                 std::int64_t layer, const py::object& into) {
     kernels::AttentionPlan& plan = step_ ? step_->plan() : *plan_;
     const PagesView& p = plan.pages();
     DlTensor q{}, k{}, v{}, bytes{};
@@ -90,15 +91,16 @@ class LayerCall {
     DlTensor like = q;
     like.shape = shape;
     like.strides = nullptr;
-    py::object out = exchange_.allocate(like);
+    py::object out = into.is_none() ? exchange_.allocate(like) : into;
     DlTensor o{};
     if (!exchange_.describe(out, o)) throw py::error_already_set();
+    if (code_of(o) != dtype || !fits(o, tokens, shape[1], shape[2])) return py::none();
     const kernels::TokenRows keys{reinterpret_cast<const char*>(address(k)), k.strides[0]},
         values{reinterpret_cast<const char*>(address(v)), v.strides[0]};
     const kernels::AttendArgs args{.q = reinterpret_cast<const void*>(address(q)),
                                    .q_stride = q.strides[0],
                                    .out = reinterpret_cast<void*>(address(o)),
-                                   .out_stride = shape[1] * shape[2],
+                                   .out_stride = o.strides[0],
                                    .dtype = static_cast<DType>(dtype)};
     {
       py::gil_scoped_release release;
@@ -152,7 +154,7 @@ void bind_ops(py::module_ m) {
       .def(py::init<const py::object&, std::shared_ptr<stream::LayerStep>, Address>(),
            py::arg("exchange"), py::arg("step").none(false), py::arg("arena_address"))
       .def("__call__", &LayerCall::run, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("arena"),
-           py::arg("layer"));
+           py::arg("layer"), py::arg("out") = py::none());
   m.def("plan_like", &plan_like, py::arg("plan"), py::arg("pages"), py::keep_alive<0, 2>());
 }
 

@@ -13,6 +13,8 @@ Operators (dtypes: float32, float16, bfloat16; q, k, v may have any stride betwe
 
     attend_layer(q [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv], arena!, step, layer) -> out [T, Hq, Dv]
         Appends the batch's new tokens, publishes them where the step streams, attends.
+    attend_layer_out(q, k, v, arena!, out! [T, Hq, Dv], step, layer)
+        The same into the caller's ``out``, which saves an allocation and torch's wrapping of it.
     append_kv(k [T, H, Dk], v [T, H, Dv], arena!, pool, layer, slot_mapping int64 [T])
         Writes token i to slot page * page_size + place; -1 skips it.
     paged_attention(q [T, Hq, Dk], arena, pool, layer, cu_seqlens_q int32 [S + 1],
@@ -169,6 +171,20 @@ def _attend_layer(
     return _attend_any(known.target, q, k, v, arena, layer) if out is None else out
 
 
+def _attend_layer_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    arena: torch.Tensor,
+    out: torch.Tensor,
+    step: int,
+    layer: int,
+) -> None:
+    known = _steps.get(step) or _step(step)
+    if known.call(q, k, v, arena, layer, out) is None:
+        _attend_any(known.target, q, k, v, arena, layer, out)
+
+
 class _Step(NamedTuple):
     """A plan or step as :func:`_attend_layer` wants it."""
 
@@ -189,7 +205,13 @@ def _step(handle: int) -> _Step:
 
 
 def _attend_any(
-    target: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arena: torch.Tensor, layer: int
+    target: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    arena: torch.Tensor,
+    layer: int,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rows that need a copy, another arena, or an error that says what is wrong with them."""
     k, v = _kv(k, v, target.pool)
@@ -201,13 +223,17 @@ def _attend_any(
             f"{tokens}, as prepared, of one dtype"
         )
     out = q.new_empty(tokens, q.shape[1], target.pool.spec.head_dim_v)
+    if into is not None and (into.shape != out.shape or into.dtype != out.dtype):
+        raise InvalidArgument(
+            f"out is {into.dtype} {list(into.shape)}: expected {out.dtype} {list(out.shape)}"
+        )
     if arena.data_ptr() != target.pool.arena.address:
         target = _clone_of(target, _moved(arena, target.pool))
     target.run_ptr(
         layer, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
         out.data_ptr(), 0, _CODES[q.dtype],
     )  # fmt: skip
-    return out
+    return out if into is None else into.copy_(out)
 
 
 def _clone_of(target: Any, moved: Any) -> Any:
@@ -373,6 +399,12 @@ _OPERATORS: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [
         " -> Tensor",
         _attend_layer,
         _attend_layer_meta,
+    ),
+    (
+        "attend_layer_out(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor(b!) out, int step,"
+        " int layer) -> ()",
+        _attend_layer_out,
+        _nothing,
     ),
     (
         "append_kv(Tensor k, Tensor v, Tensor(a!) arena, int pool, int layer, Tensor slot_mapping)"

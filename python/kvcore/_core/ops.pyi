@@ -10,12 +10,12 @@ class MovedPages:
 class LayerCall:
     """Append and attend of one layer by a plan or step, on tensors of ``exchange``'s framework.
 
-    None instead of an output for tensors that need a copy or are of another shape or dtype.
+    The output, ``out`` if given; None for tensors that need a copy or are of another shape or dtype.
     """
 
     def __init__(
         self, exchange: Any, plan: kernels.AttentionPlan | stream.LayerStep, arena_address: int
     ) -> None: ...
-    def __call__(self, q: Any, k: Any, v: Any, arena: Any, layer: int) -> Any: ...
+    def __call__(self, q: Any, k: Any, v: Any, arena: Any, layer: int, out: Any = None) -> Any: ...
 
 def plan_like(plan: kernels.AttentionPlan, pages: MovedPages) -> kernels.AttentionPlan: ...

@@ -45,6 +45,7 @@ def arguments(s: Setting) -> dict[str, tuple[object, ...]]:
     rows = torch.ones(5, 2, 32), torch.ones(5, 2, 48)
     return {
         "attend_layer": (s.q, s.k, s.v, s.arena, s.step.id, 0),
+        "attend_layer_out": (s.q, s.k, s.v, s.arena, torch.zeros(5, 4, 48), s.step.id, 0),
         "append_kv": (s.k, s.v, s.arena, s.pool.id, 1, s.slots),
         "paged_attention": (s.q, s.arena, s.pool.id, 0, *s.tables, SHAPE.scale),
         "merge_states": (torch.randn(3, 4, 16), torch.randn(3, 4)) * 2,
@@ -90,6 +91,16 @@ def test_attend_layer_appends_then_attends() -> None:
         ref.append_by_slots(s.batch.arena, s.batch.geometry, 0, k, v, slots)
     out = torch_ops.attend_layer(s.q, s.k, s.v, s.arena, s.step.id, 0)
     assert np.array_equal(bits_of(out), bits_of(full.batch.attend(0, "f32")[0]))
+
+
+def test_out_may_be_the_callers_and_may_lie_apart(given: Setting) -> None:
+    want = torch_ops.attend_layer(given.q, given.k, given.v, given.arena, given.step.id, 0)
+    wide = torch.full((5, 4, 2 * 48), 7.0)
+    for out in (torch.empty_like(want), torch.empty(9, 4, 48)[2:7], wide[:, :, :48]):
+        args = (given.q, given.k, given.v, given.arena, out, given.step.id, 0)
+        assert torch_ops.attend_layer_out(*args) is None
+        assert torch.equal(out, want)
+    assert (wide[:, :, 48:] == 7).all()
 
 
 def test_append_by_slots_is_the_oracles(given: Setting) -> None:
@@ -222,6 +233,8 @@ def test_a_handle_ends_with_its_object(given: Setting) -> None:
         ("attend_layer", 2, torch.ones(5, 2, 48).half(), "v is torch.float16"),
         ("attend_layer", 3, torch.zeros(64, dtype=torch.uint8), r"arena is torch.uint8 \[64\]"),
         ("attend_layer", 5, 2, "layer=2"),
+        ("attend_layer_out", 4, torch.ones(5, 4, 32), r"out is torch.float32 \[5, 4, 32\]: expected"),
+        ("attend_layer_out", 4, torch.ones(5, 4, 48).half(), "out is torch.float16"),
         ("append_kv", 5, torch.zeros(4, dtype=torch.int64), r"slot_mapping is torch.int64 \[4\]"),
         ("append_kv", 5, torch.full((5,), 1 << 40), "slot_mapping"),
         ("append_kv", 4, -1, "layer=-1"),
