@@ -28,20 +28,37 @@ class LinearRead:
     def __call__(self) -> float:
         """GB/s (decimal) of one read, all threads together."""
         taken = seconds(self._read)
-        self._next = (self._next + self._part) % self._probe.bytes
+        self._next = (self._next + self._part) % (self._probe.bytes // self._part * self._part)
         return self._part / taken / 1e9
 
     def _read(self) -> None:
         share = self._part // self._threads
         starts = [self._next + i * share for i in range(self._threads)]
         waiting = (
-            [self._others.submit(self._probe.read, s, share) for s in starts[1:]]
+            [self._others.submit(self._read_share, s, share) for s in starts[1:]]
             if (self._others)
             else []
         )
-        self._probe.read(starts[0], share)
+        self._read_share(starts[0], share)
         for other in waiting:
             other.result()
+
+    def _read_share(self, start: int, num_bytes: int) -> None:
+        self._probe.read(start, num_bytes)
+
+
+class RandomRead(LinearRead):
+    """The same in runs of ``run_bytes`` in a scattered order, the next one's start prefetched."""
+
+    name = "random_read"
+
+    def __init__(self, run_bytes: int, part_mib: int = 64, threads: int = 1) -> None:
+        super().__init__(part_mib=part_mib, threads=threads)
+        self._run_bytes = run_bytes
+        self._part -= self._part % (run_bytes * threads)
+
+    def _read_share(self, start: int, num_bytes: int) -> None:
+        self._probe.read_runs(start, num_bytes, self._run_bytes)
 
 
 class Flops:

@@ -45,6 +45,15 @@ def fill(pool: pages.Pool) -> None:
         part[:] = numbers[: part.size]
 
 
+def _held(pool: pages.Pool, sequences: int, count: int, scattered: bool) -> list[Any]:
+    """Pages of each sequence; scattered: frames in a random order, as after a day of use."""
+    extent = pool.spec.extent_pages
+    frames = np.array(pool.alloc(sequences * -(-count // extent) * extent)).reshape(-1, extent)
+    if scattered:
+        frames = np.random.default_rng(1).permutation(frames)
+    return list(frames.reshape(sequences, -1)[:, :count])
+
+
 class RotatingKv:
     """Batches of sequences of equal length in one pool; a timed loop takes another each time.
 
@@ -62,6 +71,7 @@ class RotatingKv:
         threads: int = 1,
         dtype: str = "bf16",
         pool: Any = None,
+        scattered: bool = False,
     ) -> None:
         self.heads, self.context, self.q_len, self.batch = heads, context, q_len, batch
         per_sequence = -(-context // page_size)
@@ -69,7 +79,7 @@ class RotatingKv:
             spec = pages.PageSpec(1, heads.kv, heads.dim, page_size=page_size, format=dtype)
             pool = pages.Pool(spec, copies * batch * -(-per_sequence // spec.extent_pages))
             fill(pool)
-            held = [pool.alloc(per_sequence)[:per_sequence] for _ in range(copies * batch)]
+            held = _held(pool, copies * batch, per_sequence, scattered)
         else:  # full pages, put together elsewhere
             held = np.arange(copies * batch * per_sequence).reshape(copies * batch, -1)
         self.pool = pool

@@ -20,7 +20,14 @@ void bind_probe(py::module_ m) {
           [](const ReadProbe& self, std::int64_t offset, std::int64_t n) {
             return unwrap(self.read(offset, n));
           },
-          py::arg("offset_bytes"), py::arg("num_bytes"), py::call_guard<py::gil_scoped_release>());
+          py::arg("offset_bytes"), py::arg("num_bytes"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "read_runs",
+          [](const ReadProbe& self, std::int64_t offset, std::int64_t n, std::int64_t run) {
+            return unwrap(self.read_runs(offset, n, run));
+          },
+          py::arg("offset_bytes"), py::arg("num_bytes"), py::arg("run_bytes"),
+          py::call_guard<py::gil_scoped_release>());
   m.def(
       "fma_f32_peak",
       [](std::int64_t iterations) {

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "base/text.h"
@@ -14,6 +15,7 @@ namespace {
 
 constexpr std::int64_t kHugePageBytes = 2 << 20;
 constexpr std::int64_t kStepBytes = 256;
+constexpr std::int64_t kFetchedBytes = 4096;
 
 enum class Width { kScalar, kAvx2, kAvx512, kAvx512Bf16 };
 
@@ -67,14 +69,42 @@ ReadProbe::~ReadProbe() {
   if (base_ != nullptr) ::munmap(base_, static_cast<std::size_t>(bytes_));
 }
 
+Status ReadProbe::check(std::int64_t offset_bytes, std::int64_t num_bytes) const {
+  if (offset_bytes >= 0 && num_bytes > 0 && offset_bytes % kStepBytes == 0 &&
+      num_bytes % kStepBytes == 0 && num_bytes <= bytes_ - offset_bytes)
+    return {};
+  return invalid_argument(text("offset_bytes=", offset_bytes, " num_bytes=", num_bytes,
+                               " must be multiples of ", kStepBytes, " within ", bytes_));
+}
+
 Result<double> ReadProbe::read(std::int64_t offset_bytes, std::int64_t num_bytes) const {
-  if (offset_bytes < 0 || num_bytes <= 0 || offset_bytes % kStepBytes != 0 ||
-      num_bytes % kStepBytes != 0 || num_bytes > bytes_ - offset_bytes)
-    return invalid_argument(text("offset_bytes=", offset_bytes, " num_bytes=", num_bytes,
-                                 " must be multiples of ", kStepBytes, " within ", bytes_));
+  KVCORE_RETURN_IF_ERROR(check(offset_bytes, num_bytes));
   const auto* data = reinterpret_cast<const float*>(base_ + offset_bytes);
   const std::int64_t count = num_bytes / static_cast<std::int64_t>(sizeof(float));
   return seconds_of([=] { return read_floats(data, count); });
+}
+
+Result<double> ReadProbe::read_runs(std::int64_t offset_bytes, std::int64_t num_bytes,
+                                    std::int64_t run_bytes) const {
+  KVCORE_RETURN_IF_ERROR(check(offset_bytes, num_bytes));
+  if (run_bytes <= 0 || run_bytes % kStepBytes != 0 || num_bytes % run_bytes != 0)
+    return invalid_argument(text("run_bytes=", run_bytes, " must be a multiple of ", kStepBytes,
+                                 " that divides num_bytes=", num_bytes));
+  const std::int64_t runs = num_bytes / run_bytes;
+  std::int64_t stride = runs * 5 / 8 + 1;  // far apart, and every run once
+  while (std::gcd(stride, runs) != 1) ++stride;
+  const std::byte* part = base_ + offset_bytes;
+  const std::int64_t count = run_bytes / static_cast<std::int64_t>(sizeof(float));
+  return seconds_of([=] {
+    float total = 0;
+    for (std::int64_t i = 0; i < runs; ++i) {
+      const std::byte* next = part + (i + 1) * stride % runs * run_bytes;
+      for (std::int64_t at = 0; at < kFetchedBytes && at < run_bytes; at += 64)
+        __builtin_prefetch(next + at);
+      total += read_floats(reinterpret_cast<const float*>(part + i * stride % runs * run_bytes), count);
+    }
+    return total;
+  });
 }
 
 FlopProbe fma_f32_peak(std::int64_t iterations) {

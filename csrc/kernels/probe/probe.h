@@ -25,8 +25,13 @@ class ReadProbe {
   std::int64_t bytes() const noexcept { return bytes_; }
   // Reads [offset, offset + num_bytes) once, forwards; multiples of 256. Returns seconds.
   Result<double> read(std::int64_t offset_bytes, std::int64_t num_bytes) const;
+  // The same bytes in runs of run_bytes, a divisor of num_bytes and a multiple of 256, in a scattered
+  // order; the first 4 KiB of each run are fetched while the one before is read.
+  Result<double> read_runs(std::int64_t offset_bytes, std::int64_t num_bytes,
+                           std::int64_t run_bytes) const;
 
  private:
+  Status check(std::int64_t offset_bytes, std::int64_t num_bytes) const;
   ReadProbe(std::byte* base, std::int64_t bytes) : base_(base), bytes_(bytes) {}
   std::byte* base_;
   std::int64_t bytes_;
