@@ -328,13 +328,10 @@ def _encode(codec: ModelCodec, prompt: str, raw: bool) -> list[int]:
     from kvcore.serve.errors import ApiError
 
     try:
-        tokens = (
-            codec.encode(prompt)
-            if raw
-            else codec.encode_chat([{"role": "user", "content": prompt}])
-        )
+        text = prompt if raw else codec.chat_text([{"role": "user", "content": prompt}])
     except ApiError as error:
         raise InvalidArgument(f"PROMPT: {error}; --raw continues it without one") from error
+    tokens = codec.encode(text, special=raw)
     if not 1 <= len(tokens) < codec.max_context:
         raise InvalidArgument(
             f"PROMPT: has {len(tokens)} tokens, must be >= 1 and < {codec.max_context}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -125,6 +126,55 @@ def test_completion_refusals(url: str, change: dict[str, Any], status: int, para
     assert error["param"] == param
     assert param.split(".")[-1] in error["message"]
     assert len(error["message"]) < 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("completions", "prompt"), ("chat/completions", "messages")]
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(path: str, field: str) -> None:
+    class Never(ByteCodec):
+        def encode(self, text: str, special: bool = True) -> list[int]:
+            raise AssertionError("it cannot fit")
+
+    text = "x" * 4_000_000
+    asked = text if field == "prompt" else [{"role": "user", "content": text}]
+    with serving(front(ScriptBackend(say("ok")), Never(128))) as base:
+        response = httpx.post(f"{base}/v1/{path}", json={"model": MODEL, field: asked})
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, field)
+    assert error["code"] == "context_length_exceeded" and "holds 128" in error["message"]
+
+
+LONG_WORK = [
+    ("completions", {"prompt": "x" * 5000}),
+    ("completions", {"prompt": ["x" * 50] * 100}),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x" * 50}] * 100}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), LONG_WORK)
+def test_others_are_answered_while_long_texts_are_tokenised(path: str, body: Any) -> None:
+    begun, seen = threading.Event(), threading.Event()
+
+    class Slow(ByteCodec):
+        def encode(self, text: str, special: bool = True) -> list[int]:
+            begun.set()
+            assert seen.wait(10), "nobody else was answered"
+            return [1]
+
+    with serving(front(ScriptBackend(say("ok")), Slow(8000))) as base:
+        answers: list[httpx.Response] = []
+
+        def ask() -> None:
+            answers.append(httpx.post(f"{base}/v1/{path}", json={"model": MODEL, **body}))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert begun.wait(10)
+        assert httpx.get(base + "/health", timeout=5).status_code == 200
+        seen.set()
+        thread.join()
+    assert answers[0].status_code == 200
 
 
 def test_an_empty_model_name_is_called_empty(url: str) -> None:
