@@ -89,7 +89,9 @@ class FleetConfig:
     prefill: int = _opt(1, "prefill workers", low=0, high=64)
     decode: int = _opt(1, "decode workers", low=0, high=64)
     mono: int = _opt(0, "workers that do both; replaces prefill and decode", low=0, high=64)
-    max_restarts: int = _opt(5, "restarts of one worker within a minute", low=0, high=1000)
+    max_restarts: int = _opt(
+        5, "restarts of one worker within a minute before it counts as failing", low=0, high=1000
+    )
     pin: bool = _opt(True, "give each worker its own CPUs when there are enough")
 
 
