@@ -286,7 +286,6 @@ def _run(options: dict[str, Any]) -> int:
     if not prompt:
         raise InvalidArgument("PROMPT: is empty, at least one token is needed")
     config.check_memory(settings.worker, 1)
-    config.deployment_secret()
     request = {"request_id": os.urandom(16), "keys": [], "namespace": b"", "deadline_s": 0.0}
     request |= {name: options[name] for name in ("max_tokens", "temperature", "top_p", "seed")}
     request |= {"ignore_eos": 0, "num_logprobs": -1}
@@ -308,7 +307,8 @@ def _generate(settings: config.Config, request: dict[str, Any], prompt: str, raw
     from kvcore.worker.request import Request
 
     launch = config.WorkerLaunch("mono", "", "", settings.model, worker=settings.worker)
-    engine, _ = build_worker(launch, Path())
+    with config.data_of_its_own():
+        engine, _ = build_worker(launch, Path())
     engine.add(Request.of(request))
     text = Detokenizer(codec)
     while engine.has_work:

@@ -16,7 +16,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -335,6 +336,39 @@ def check_memory(worker: WorkerConfig, count: int) -> None:
         )
 
 
+def cache_dir() -> Path:
+    """Where converted models and calibrations live: ``kvcore`` in XDG_CACHE_HOME or ~/.cache."""
+    return _base("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME", ""), ".cache")
+
+
+def data_dir() -> Path:
+    """Where the deployment's secret lives: ``kvcore`` in XDG_DATA_HOME or ~/.local/share."""
+    return _base("XDG_DATA_HOME", os.environ.get("XDG_DATA_HOME", ""), ".local/share")
+
+
+@contextlib.contextmanager
+def data_of_its_own() -> Iterator[None]:
+    """Page keys that no other process will see need no secret in the user's data directory."""
+    before = os.environ.get("XDG_DATA_HOME")
+    with tempfile.TemporaryDirectory() as path:
+        os.environ["XDG_DATA_HOME"] = path
+        try:
+            yield
+        finally:
+            del os.environ["XDG_DATA_HOME"]
+            if before is not None:
+                os.environ["XDG_DATA_HOME"] = before
+
+
+def _base(variable: str, given: str, below_home: str) -> Path:
+    if os.path.isabs(given):  # others are to be ignored, by the XDG Base Directory Specification
+        return Path(given) / "kvcore"
+    try:
+        return Path.home() / below_home / "kvcore"
+    except RuntimeError as error:  # no HOME, and a user that has no entry
+        raise InvalidArgument(f"no home directory: set HOME or {variable}") from error
+
+
 def read_key_file(path: str | Path) -> bytes:
     """A pre-shared key: the 32 bytes of a file that only its owner may read.
 
@@ -373,7 +407,7 @@ def make_key_file(path: str | Path) -> bytes:
 
 def deployment_secret(directory: str | Path | None = None) -> bytes:
     """The secret of all page keys: a 0600 file in the data directory, made on first use."""
-    home = Path(directory) if directory else Path.home() / ".local" / "share" / "kvcore"
+    home = Path(directory) if directory else data_dir()
     path = home / "secret"
     if os.path.lexists(path):  # also where nothing can be written
         return read_key_file(path)
@@ -383,4 +417,7 @@ def deployment_secret(directory: str | Path | None = None) -> bytes:
     except FileExistsError:  # another process was quicker
         return read_key_file(path)
     except OSError as error:
-        raise InvalidArgument(f"data directory {home}: {error.strerror}") from error
+        raise InvalidArgument(
+            f"data directory {home}: {error.strerror}. "
+            "Set XDG_DATA_HOME to a directory that can be written"
+        ) from error

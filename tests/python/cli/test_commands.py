@@ -78,6 +78,8 @@ def test_wrong_usage_exits_2(
 ) -> None:
     """Before anything is loaded: a model that would be read is not there."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("kvcore.model.hub.KNOWN_MODELS", {})
     code, _, err = kvcore(capsys, *argv)
     assert code == 2
@@ -113,6 +115,8 @@ def test_what_cannot_be_is_said_before_a_port_is_asked_for(
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model whose weights must not be read: the refusal comes before."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("kvcore.model.load", lambda *a: pytest.fail("the model is loaded"))
     return served_model.make(tmp_path / "tiny")
 
@@ -144,9 +148,24 @@ def test_a_data_directory_that_cannot_be_made_is_named(
     capsys: pytest.CaptureFixture[str], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tiny / "config.json"
-    monkeypatch.setenv("HOME", str(home))
-    code, _, err = kvcore(capsys, "run", str(tiny), "x")
-    assert code == 2 and str(home) in err
+    for name, value in (("HOME", str(home)), ("XDG_DATA_HOME", str(home / "data"))):
+        monkeypatch.setenv(name, value)
+        code, _, err = kvcore(capsys, "serve", str(tiny), "--port", "0")
+        assert code == 2 and value in err and "Set XDG_DATA_HOME" in err
+
+
+def test_without_a_home_it_says_what_to_set(
+    capsys: pytest.CaptureFixture[str], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    code, _, err = kvcore(capsys, "serve", str(tiny), "--port", "0")
+    assert code == 2 and "set HOME or XDG_DATA_HOME" in err
+    code, _, err = kvcore(capsys, "run", "smollm2-135m-instruct", "x")
+    assert code == 2 and "set HOME or XDG_CACHE_HOME" in err
+    assert info.gather()["kv_profiles"] == [
+        "exact",
+        "no home directory: set HOME or XDG_CACHE_HOME",
+    ]
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

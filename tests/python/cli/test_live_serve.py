@@ -205,7 +205,8 @@ def test_workers_by_hand(model: Path, tmp_path: Path) -> None:
 
 def test_run_without_http(model: Path, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "kvcore", "run", str(model), "hello", "--max-tokens", "5"]
-    env = {**os.environ, "HOME": str(tmp_path)}
+    env = {**os.environ, "HOME": "/dev/null"}  # nothing has to be kept
+    env |= {"XDG_CACHE_HOME": "/dev/null", "XDG_DATA_HOME": "/dev/null"}
     done = subprocess.run(
         [*argv, "--kv-bytes", "16Mi"], capture_output=True, text=True, env=env, check=False
     )
