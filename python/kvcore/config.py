@@ -266,7 +266,13 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidArgument(f"configuration file {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, and what tomllib lets through
-        raise InvalidArgument(f"configuration file {path}: {error}") from error
+        raise InvalidArgument(f"configuration file {path}: {number_error(error)}") from error
+
+
+def number_error(error: Exception) -> str:
+    """Why a text is no value: for numbers of thousands of digits without Python's own advice."""
+    text = str(error)
+    return "a number has too many digits" if "set_int_max_str_digits" in text else text
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type[Any], section: str) -> None:

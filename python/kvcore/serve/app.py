@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -33,6 +33,13 @@ _DRAIN_S = 2.0
 Handler = Callable[[Request], Awaitable[Response]]
 Prompts = Sequence[Sequence[int]]
 Prepared = tuple[Params, Prompts]
+
+
+class Limit(NamedTuple):
+    """Tokens that prompt and answer may have together, and what it is that holds no more."""
+
+    tokens: int
+    holder: str
 
 
 class TooLarge(Response):
@@ -180,17 +187,20 @@ class Front:
         body = await self._body(request)
         return read(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(read, body)
 
-    def _encode(self, field: str, text: str, limit: int, special: bool = True) -> Sequence[int]:
+    def _encode(self, field: str, text: str, limit: Limit, special: bool = True) -> Sequence[int]:
         """Tokens of ``text``. Raises ApiError at once where it is far too long for ``limit``."""
-        if (least := self._codec.least_tokens(text)) >= limit:
+        if (least := self._codec.least_tokens(text)) >= limit.tokens:
             raise _too_long(field, f"at least {least}", limit)
         return self._codec.encode(text, special)
 
-    def _limit(self) -> int:
-        return min(self._codec.max_context, self._backend.max_context() or 2**31)
+    def _limit(self) -> Limit:
+        model, workers = self._codec.max_context, self._backend.max_context()
+        if workers and workers < model:  # they know the model too
+            return Limit(workers, "the KV memory of a worker (--kv-bytes)")
+        return Limit(model, "the model's context")
 
     def _answer(
-        self, chat: bool, params: Params, prompts: Prompts, limit: int, field: str
+        self, chat: bool, params: Params, prompts: Prompts, limit: Limit, field: str
     ) -> Response:
         seed = secrets.randbits(63) if params.seed is None else params.seed % 2**64
         deadline = self._backend.now() + self._config.request_timeout_s
@@ -223,7 +233,7 @@ class Front:
 
     def _card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "kvcore"}
-        return {**card, "max_model_len": self._limit()}
+        return {**card, "max_model_len": self._limit().tokens}
 
     async def _health(self, request: Request) -> Response:
         ready = self._backend.ready()
@@ -235,30 +245,31 @@ class Front:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
 
 
-def _room(length: int, params: Params, limit: int, field: str) -> int:
+def _room(length: int, params: Params, limit: Limit, field: str) -> int:
     """Tokens the answer may have. Raises ApiError when prompt and answer do not fit."""
     if not length:
         raise ApiError(400, f"{field} is empty: at least one token is needed", param=field)
-    if length >= limit:
+    left = limit.tokens - length
+    if left < 1:
         raise _too_long(field, str(length), limit)
     if params.max_tokens is None:
-        return min(params.default_max_tokens or limit, limit - length)
-    if params.max_tokens > limit - length:
+        return min(params.default_max_tokens or left, left)
+    if params.max_tokens > left:
         name = params.max_tokens_field
         raise ApiError(
             400,
-            f"{name} = {params.max_tokens}: the model's context holds {limit} tokens and the "
-            f"prompt has {length}, so at most {limit - length} are left",
+            f"{name} = {params.max_tokens}: {limit.holder} holds {limit.tokens} tokens and the "
+            f"prompt has {length}, so at most {left} are left",
             param=name,
             code="context_length_exceeded",
         )
     return params.max_tokens
 
 
-def _too_long(field: str, tokens: str, limit: int) -> ApiError:
+def _too_long(field: str, tokens: str, limit: Limit) -> ApiError:
     return ApiError(
         400,
-        f"{field}: {tokens} tokens, but the model's context holds {limit}, answer included",
+        f"{field}: {tokens} tokens, but {limit.holder} holds {limit.tokens}, answer included",
         param=field,
         code="context_length_exceeded",
     )

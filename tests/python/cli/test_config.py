@@ -165,6 +165,11 @@ def test_caches_and_data_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.M
     assert hub.default_cache_dir() == tmp_path / "kvcore"
 
 
+def test_a_number_of_thousands_of_digits(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"kvcore\.toml: a number has too many digits$"):
+        from_toml(tmp_path, "[http]\nport = " + "9" * 5000)
+
+
 def test_deployment_secret_stays(tmp_path: Path) -> None:
     first = config.deployment_secret(tmp_path / "data")
     assert config.deployment_secret(tmp_path / "data") == first

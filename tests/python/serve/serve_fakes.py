@@ -105,6 +105,7 @@ class ScriptBackend:
         self.finished: list[bytes] = []
         self.cancelled: list[bytes] = []
         self.is_ready = True
+        self.workers_context: int | None = None
 
     def submit(self, ask: Ask) -> ScriptStream:
         self.asks.append(ask)
@@ -117,7 +118,7 @@ class ScriptBackend:
         return {"mono": int(self.is_ready)}
 
     def max_context(self) -> int | None:
-        return None
+        return self.workers_context
 
     def now(self) -> float:
         return time.monotonic()

@@ -177,6 +177,52 @@ def test_others_are_answered_while_long_texts_are_tokenised(path: str, body: Any
     assert answers[0].status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("max_tokens", 10**20, "between 1 and 2147483647"),
+        ("max_tokens", 0, "between 1 and 2147483647"),
+        ("seed", 2**64, f"between {-(2**63)} and {2**64 - 1}"),
+        ("seed", -(2**63) - 1, f"between {-(2**63)} and {2**64 - 1}"),
+        ("logprobs", 6, "between 0 and 5"),
+        ("temperature", 3, "at least 0 and at most 2"),
+    ],
+)
+def test_both_bounds_are_told(url: str, field: str, value: int, allowed: str) -> None:
+    response = httpx.post(url + "/v1/completions", json={**GOOD, field: value})
+    assert error_of(response)["message"] == f"{field} = {value}: must be {allowed}"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"seed": ' + "9" * 5000 + "}", "a number has too many digits"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ('{"seed": NaN}', "NaN is not JSON"),
+    ],
+)
+def test_json_errors_are_told_to_clients_not_to_programmers(url: str, text: str, why: str) -> None:
+    response = httpx.post(url + "/v1/completions", content=text)
+    error = error_of(response)
+    assert error["code"] == "invalid_json"
+    assert error["message"] == f"the body is not valid JSON: {why}"
+
+
+def test_who_holds_no_more_is_named() -> None:
+    backend = ScriptBackend(say("ok"))
+    backend.workers_context = 64
+    with serving(front(backend, ByteCodec(128))) as base:
+        for change in ({"prompt": "x" * 100}, {"prompt": "x" * 60, "max_tokens": 9}):
+            response = httpx.post(base + "/v1/completions", json={**GOOD, **change})
+            message = error_of(response)["message"]
+            assert "the KV memory of a worker (--kv-bytes) holds 64" in message
+            backend.workers_context = 128
+            response = httpx.post(base + "/v1/completions", json={**GOOD, "prompt": "x" * 200})
+            assert "the model's context holds 128" in error_of(response)["message"]
+            backend.workers_context = 64
+        assert httpx.get(base + "/v1/models").json()["data"][0]["max_model_len"] == 64
+
+
 def test_an_empty_model_name_is_called_empty(url: str) -> None:
     response = httpx.post(url + "/v1/completions", json={**GOOD, "model": ""})
     assert "model is empty" in error_of(response)["message"]
