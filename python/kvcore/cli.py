@@ -231,7 +231,7 @@ def _run_worker(options: dict[str, Any], settings: config.Config, shared: Loaded
     )
     config.deployment_secret()
     if not options["parent_pid"]:  # a launcher has counted its workers together
-        config.check_memory(settings.worker, 1)
+        config.check_machine(settings.worker, 1)
     with _runtime_dir(launch.runtime_dir) as directory:
         from kvcore.worker.process import run_worker
 
@@ -285,7 +285,7 @@ def _run(options: dict[str, Any]) -> int:
     prompt = config.utf8("PROMPT", options["prompt"])
     if not prompt:
         raise InvalidArgument("PROMPT: is empty, at least one token is needed")
-    config.check_memory(settings.worker, 1)
+    config.check_machine(settings.worker, 1)
     request = {"request_id": os.urandom(16), "keys": [], "namespace": b"", "deadline_s": 0.0}
     request |= {name: options[name] for name in ("max_tokens", "temperature", "top_p", "seed")}
     request |= {"ignore_eos": 0, "num_logprobs": -1}

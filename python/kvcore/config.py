@@ -328,8 +328,13 @@ def _check_fleet(fleet: FleetConfig, given: Mapping[str, Any]) -> FleetConfig:
     return fleet
 
 
-def check_memory(worker: WorkerConfig, count: int) -> None:
-    """Raises InvalidArgument when this machine lacks the memory for ``count`` workers' pages."""
+def check_machine(worker: WorkerConfig, count: int) -> None:
+    """Raises InvalidArgument when this machine lacks the memory for ``count`` workers' pages, or
+    the CPUs for the threads of one."""
+    usable = len(os.sched_getaffinity(0))
+    if count and worker.threads > usable:
+        text = f"worker.threads = {worker.threads}: this process may use {usable} CPUs"
+        raise InvalidArgument(f"{text}, and a thread without one slows all others down")
     wanted = worker.kv_bytes * count
     with open("/proc/meminfo", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file)

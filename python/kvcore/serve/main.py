@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from kvcore import wire
-from kvcore.config import Config, check_memory, deployment_secret, read_key_file
+from kvcore.config import Config, check_machine, deployment_secret, read_key_file
 from kvcore.errors import InvalidArgument
 from kvcore.model import hub
 from kvcore.serve.codec import ModelCodec
@@ -43,7 +43,7 @@ def _check(config: Config) -> None:
     """Refuse at once what would otherwise be refused after the model was fetched and read."""
     fleet, router = config.fleet, config.router
     read_api_key(config)
-    check_memory(config.worker, fleet.prefill + fleet.decode + fleet.mono)
+    check_machine(config.worker, fleet.prefill + fleet.decode + fleet.mono)
     if router.key_file:
         read_key_file(router.key_file)
     if router.address:

@@ -15,6 +15,8 @@ from kvcore import cli, info
 from kvcore.serve.launcher import assign_cpus
 from support import served_model
 
+USABLE = f"this process may use {len(os.sched_getaffinity(0))} CPUs"
+
 
 def kvcore(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     try:
@@ -36,6 +38,9 @@ def kvcore(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, st
         (["serve", "--config", "/nonexistent.toml"], "/nonexistent.toml"),
         (["serve", "--mono", "1", "--decode", "1"], "fleet.mono = 1"),
         (["serve", "--kv-bytes", "900Ti", "--port", "0"], "worker.kv_bytes"),
+        (["serve", "--threads", "999", "--port", "0"], f"worker.threads = 999: {USABLE}"),
+        (["run", "m", "x", "--threads", "999"], f"worker.threads = 999: {USABLE}"),
+        (["worker", "mono", "--router", "unix:/x", "--threads", "999"], USABLE),
         (["serve", "--kv-bytes", "5"], "must be >= 1Mi"),
         (["serve", "--max-wait-s", "nan"], "http.max_wait_s = nan"),
         (["serve", "--router-address", "foo", "--port", "0"], "router.address"),
