@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(argv))
     command = options.pop("command")
     try:
-        _log_to_stderr("template" if options.get("template") else options.get("role", command))
+        _log_to_stderr(options.get("role", command))
         return int(_COMMANDS[command](options))
     except BrokenPipeError:  # who read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does the exit flush
@@ -101,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_parent(serve)
 
     worker = command("worker", "Run one worker process of a router.")
-    worker.add_argument("role", choices=("prefill", "decode", "mono"))
+    roles = ("prefill", "decode", "mono")
+    # The last is for the launcher: what ps shows of the workers that it forks, too.
+    worker.add_argument("role", choices=(*roles, "template"), metavar=f"{{{','.join(roles)}}}")
     worker.add_argument("--router", required=True, metavar="ADDRESS", help="unix:PATH or tcp:H:P")
     worker.add_argument("--key-file", default="", metavar="FILE", help="pre-shared key, mode 0600")
     worker.add_argument("--model", metavar="MODEL", help="directory, GGUF file or name")
@@ -109,7 +111,6 @@ def _parser() -> argparse.ArgumentParser:
     worker.add_argument("--runtime-dir", default="", metavar="DIR", help="where sockets go")
     _add_config(worker, "worker")
     _add_parent(worker)
-    worker.add_argument("--template", action="store_true", help=argparse.SUPPRESS)
 
     run = command("run", "Generate once in this process, without workers or HTTP.")
     run.add_argument("model", help="directory, GGUF file or name", metavar="MODEL")
@@ -191,7 +192,7 @@ def _serve(options: dict[str, Any]) -> int:
 def _worker(options: dict[str, Any]) -> int:
     die_with_parent(options["parent_pid"])
     settings = config.load(options, options["config"])
-    if options["template"]:
+    if options["role"] == "template":
         return _template(settings)
     return _run_worker(options, settings, None)
 

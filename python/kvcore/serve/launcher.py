@@ -57,7 +57,7 @@ def worker_specs(
     common += ["--runtime-dir", str(runtime_dir), "--parent-pid", str(os.getpid())]
     for field in dataclasses.fields(worker):
         common += ["--" + field.name.replace("_", "-"), str(getattr(worker, field.name))]
-    template = (*_COMMAND, "worker", "mono", *common, "--template")
+    template = (*_COMMAND, "worker", "template", *common)
     if worker.threads > 1:
         log.info("workers load the model each: those with several threads are not forked")
         template = ()

@@ -133,6 +133,8 @@ def test_workers_share_the_weights_of_their_template(pair: Serve) -> None:
     for role in ("prefill", "decode"):
         name = Path(f"/proc/{pair.pids(role)[-1]}/comm").read_text()
         assert name == f"kvcore-{role}\n"
+        shown = Path(f"/proc/{pair.pids(role)[-1]}/cmdline").read_bytes().split(b"\0")
+        assert shown[3:5] == [b"worker", b"template"], "ps names no role that is another's"
     assert "load the model each" not in pair.log
 
 
