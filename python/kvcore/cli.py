@@ -116,23 +116,41 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("model", help="directory, GGUF file or name", metavar="MODEL")
     run.add_argument("prompt", help="what to answer", metavar="PROMPT")
     run.add_argument("--raw", action="store_true", help="continue the prompt, no chat template")
-    run.add_argument("--max-tokens", type=_within(int, 1), default=128, metavar="N")
-    run.add_argument("--temperature", type=_within(float, 0, 1e9), default=0.0, metavar="T")
-    run.add_argument("--top-p", type=_within(float, _LEAST_TOP_P, 1), default=1.0, metavar="P")
-    run.add_argument("--seed", type=_within(int, 0, 2**64 - 1), default=0, metavar="N")
+    _add_sampling(run)
     _add_config(run, "worker")
 
     demo = command("demo", "Serve a small model on two workers and show what happened.")
     demo.add_argument("--model", metavar="MODEL", help="directory, GGUF file or name")
     demo.add_argument("--json", metavar="FILE", help="write one JSON object per request")
-    demo.add_argument("--transport", choices=("shm", "tcp"), default="shm")
     demo.add_argument(
-        "--max-tokens", type=_within(int, 1), default=48, metavar="N", help="per answer"
+        "--transport",
+        choices=("shm", "tcp"),
+        default="shm",
+        help="how KV moves between workers (default: shm)",
+    )
+    demo.add_argument(
+        "--max-tokens",
+        type=_within(int, 1),
+        default=48,
+        metavar="N",
+        help="per answer (default: 48)",
     )
 
     info = command("info", "Show what this build and machine can do.")
     info.add_argument("--json", action="store_true", help="as one JSON object")
     return parser
+
+
+def _add_sampling(run: argparse.ArgumentParser) -> None:
+    top_p = _within(float, _LEAST_TOP_P, 1)
+    for flag, kind, default, name, text in (
+        ("--max-tokens", _within(int, 1), 128, "N", "tokens of the answer at most"),
+        ("--temperature", _within(float, 0, 1e9), 0.0, "T", "0 takes the likeliest token"),
+        ("--top-p", top_p, 1.0, "P", "sample among the likeliest tokens that have this share"),
+        ("--seed", _within(int, 0, 2**64 - 1), 0, "N", "of sampling; the same seed says the same"),
+    ):
+        help_text = f"{text} (default: {default})"
+        run.add_argument(flag, type=kind, default=default, metavar=name, help=help_text)
 
 
 def _within(kind: Callable[[str], float], low: float, high: float = 2**31 - 1) -> Any:

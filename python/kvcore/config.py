@@ -289,7 +289,10 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Any], section: str)
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
             continue
         kind: Any = str if field.metadata["size"] else hints[field.name]
-        group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), **options)
+        shown = "SIZE" if field.metadata["size"] else kind.__name__.upper()
+        if field.metadata["choices"]:  # a wrong one is refused by load, wherever it comes from
+            shown = f"{{{','.join(field.metadata['choices'])}}}"
+        group.add_argument(flag, type=kind, metavar=shown, **options)
 
 
 def load(options: Mapping[str, Any], path: str | None = None) -> Config:

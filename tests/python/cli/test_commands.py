@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -192,6 +193,32 @@ def test_a_readable_key_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_
     path.write_text(" \n")
     code, _, err = kvcore(capsys, "serve", "--host", "0.0.0.0", "--api-key-file", str(path))
     assert code == 2 and "is empty" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "texts"),
+    [
+        ("worker", ["--dtype {bfloat16,float32}", "--transport {shm,tcp}", "--kv-bytes SIZE"]),
+        ("worker", ["--checksums {sampled,all,off}", "--page-size {16,32,64,128}"]),
+        ("run", ["answer at most (default: 128)", "likeliest token (default: 0.0)"]),
+        ("run", ["have this share (default: 1.0)", "says the same (default: 0)"]),
+        ("demo", ["workers (default: shm)", "per answer (default: 48)"]),
+    ],
+)
+def test_help_says_what_is_allowed_and_the_default(
+    capsys: pytest.CaptureFixture[str], command: str, texts: list[str]
+) -> None:
+    code, out, _ = kvcore(capsys, command, "--help")
+    assert code == 0
+    for text in texts:
+        assert text in " ".join(out.split())
+
+
+def test_every_flag_has_a_text() -> None:
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for name, parser in commands.choices.items():
+        bare = [a.dest for a in parser._actions if not a.help and a.dest != "role"]
+        assert not bare, f"{name}: {bare}"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,6 +181,30 @@ def test_kill_9_of_serve_leaves_no_orphan(pair: Serve) -> None:
     assert list(pair.temp.iterdir()) == []
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_closes_during_the_start(
+    model: Path, tmp_path: Path, ignored: bool
+) -> None:
+    """SIGHUP ends the server as SIGTERM does; not where nohup had it ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN) if ignored else None
+    try:
+        serve = Serve(tmp_path, model, "--mono", "1")
+    finally:
+        if ignored:
+            signal.signal(signal.SIGHUP, before)
+    try:
+        assert "1 worker starting" in serve.wait(lambda: "starting" in serve.log and serve.log)
+        serve.process.send_signal(signal.SIGHUP)
+        if ignored:
+            assert serve.out.readline() == "kvcore: tiny is ready, 1 worker\n"
+            serve.process.terminate()
+        assert serve.process.wait(20) == 0
+        assert serve.out.read() == "" and list(serve.temp.iterdir()) == []
+    finally:
+        serve.process.kill()
+        serve.process.wait()
+
+
 def test_workers_by_hand(model: Path, tmp_path: Path) -> None:
     """A server without workers says that it waits, and is ready only when it can serve."""
     key, address = tmp_path / "key", f"unix:{tmp_path}/router.sock"
