@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(argv))
     command = options.pop("command")
     try:
-        _log_to_stderr("template" if options.get("template") else options.get("role", command))
+        _log_to_stderr(options.get("role", command))
         return int(_COMMANDS[command](options))
     except BrokenPipeError:  # who read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does the exit flush
@@ -101,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_parent(serve)
 
     worker = command("worker", "Run one worker process of a router.")
-    worker.add_argument("role", choices=("prefill", "decode", "mono"))
+    roles = ("prefill", "decode", "mono")
+    # The last is for the launcher: what ps shows of the workers that it forks, too.
+    worker.add_argument("role", choices=(*roles, "template"), metavar=f"{{{','.join(roles)}}}")
     worker.add_argument("--router", required=True, metavar="ADDRESS", help="unix:PATH or tcp:H:P")
     worker.add_argument("--key-file", default="", metavar="FILE", help="pre-shared key, mode 0600")
     worker.add_argument("--model", metavar="MODEL", help="directory, GGUF file or name")
@@ -109,29 +111,46 @@ def _parser() -> argparse.ArgumentParser:
     worker.add_argument("--runtime-dir", default="", metavar="DIR", help="where sockets go")
     _add_config(worker, "worker")
     _add_parent(worker)
-    worker.add_argument("--template", action="store_true", help=argparse.SUPPRESS)
 
     run = command("run", "Generate once in this process, without workers or HTTP.")
     run.add_argument("model", help="directory, GGUF file or name", metavar="MODEL")
     run.add_argument("prompt", help="what to answer", metavar="PROMPT")
     run.add_argument("--raw", action="store_true", help="continue the prompt, no chat template")
-    run.add_argument("--max-tokens", type=_within(int, 1), default=128, metavar="N")
-    run.add_argument("--temperature", type=_within(float, 0, 1e9), default=0.0, metavar="T")
-    run.add_argument("--top-p", type=_within(float, _LEAST_TOP_P, 1), default=1.0, metavar="P")
-    run.add_argument("--seed", type=_within(int, 0, 2**64 - 1), default=0, metavar="N")
+    _add_sampling(run)
     _add_config(run, "worker")
 
     demo = command("demo", "Serve a small model on two workers and show what happened.")
     demo.add_argument("--model", metavar="MODEL", help="directory, GGUF file or name")
     demo.add_argument("--json", metavar="FILE", help="write one JSON object per request")
-    demo.add_argument("--transport", choices=("shm", "tcp"), default="shm")
     demo.add_argument(
-        "--max-tokens", type=_within(int, 1), default=48, metavar="N", help="per answer"
+        "--transport",
+        choices=("shm", "tcp"),
+        default="shm",
+        help="how KV moves between workers (default: shm)",
+    )
+    demo.add_argument(
+        "--max-tokens",
+        type=_within(int, 1),
+        default=48,
+        metavar="N",
+        help="per answer (default: 48)",
     )
 
     info = command("info", "Show what this build and machine can do.")
     info.add_argument("--json", action="store_true", help="as one JSON object")
     return parser
+
+
+def _add_sampling(run: argparse.ArgumentParser) -> None:
+    top_p = _within(float, _LEAST_TOP_P, 1)
+    for flag, kind, default, name, text in (
+        ("--max-tokens", _within(int, 1), 128, "N", "tokens of the answer at most"),
+        ("--temperature", _within(float, 0, 1e9), 0.0, "T", "0 takes the likeliest token"),
+        ("--top-p", top_p, 1.0, "P", "sample among the likeliest tokens that have this share"),
+        ("--seed", _within(int, 0, 2**64 - 1), 0, "N", "of sampling; the same seed says the same"),
+    ):
+        help_text = f"{text} (default: {default})"
+        run.add_argument(flag, type=kind, default=default, metavar=name, help=help_text)
 
 
 def _within(kind: Callable[[str], float], low: float, high: float = 2**31 - 1) -> Any:
@@ -191,7 +210,7 @@ def _serve(options: dict[str, Any]) -> int:
 def _worker(options: dict[str, Any]) -> int:
     die_with_parent(options["parent_pid"])
     settings = config.load(options, options["config"])
-    if options["template"]:
+    if options["role"] == "template":
         return _template(settings)
     return _run_worker(options, settings, None)
 
@@ -231,7 +250,7 @@ def _run_worker(options: dict[str, Any], settings: config.Config, shared: Loaded
     )
     config.deployment_secret()
     if not options["parent_pid"]:  # a launcher has counted its workers together
-        config.check_memory(settings.worker, 1)
+        config.check_machine(settings.worker, 1)
     with _runtime_dir(launch.runtime_dir) as directory:
         from kvcore.worker.process import run_worker
 
@@ -285,8 +304,7 @@ def _run(options: dict[str, Any]) -> int:
     prompt = config.utf8("PROMPT", options["prompt"])
     if not prompt:
         raise InvalidArgument("PROMPT: is empty, at least one token is needed")
-    config.check_memory(settings.worker, 1)
-    config.deployment_secret()
+    config.check_machine(settings.worker, 1)
     request = {"request_id": os.urandom(16), "keys": [], "namespace": b"", "deadline_s": 0.0}
     request |= {name: options[name] for name in ("max_tokens", "temperature", "top_p", "seed")}
     request |= {"ignore_eos": 0, "num_logprobs": -1}
@@ -308,7 +326,8 @@ def _generate(settings: config.Config, request: dict[str, Any], prompt: str, raw
     from kvcore.worker.request import Request
 
     launch = config.WorkerLaunch("mono", "", "", settings.model, worker=settings.worker)
-    engine, _ = build_worker(launch, Path())
+    with config.data_of_its_own():
+        engine, _ = build_worker(launch, Path())
     engine.add(Request.of(request))
     text = Detokenizer(codec)
     while engine.has_work:
@@ -328,13 +347,10 @@ def _encode(codec: ModelCodec, prompt: str, raw: bool) -> list[int]:
     from kvcore.serve.errors import ApiError
 
     try:
-        tokens = (
-            codec.encode(prompt)
-            if raw
-            else codec.encode_chat([{"role": "user", "content": prompt}])
-        )
+        text = prompt if raw else codec.chat_text([{"role": "user", "content": prompt}])
     except ApiError as error:
         raise InvalidArgument(f"PROMPT: {error}; --raw continues it without one") from error
+    tokens = codec.encode(text, special=raw)
     if not 1 <= len(tokens) < codec.max_context:
         raise InvalidArgument(
             f"PROMPT: has {len(tokens)} tokens, must be >= 1 and < {codec.max_context}, "

@@ -16,7 +16,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -89,7 +90,9 @@ class FleetConfig:
     prefill: int = _opt(1, "prefill workers", low=0, high=64)
     decode: int = _opt(1, "decode workers", low=0, high=64)
     mono: int = _opt(0, "workers that do both; replaces prefill and decode", low=0, high=64)
-    max_restarts: int = _opt(5, "restarts of one worker within a minute", low=0, high=1000)
+    max_restarts: int = _opt(
+        5, "restarts of one worker within a minute before it counts as failing", low=0, high=1000
+    )
     pin: bool = _opt(True, "give each worker its own CPUs when there are enough")
 
 
@@ -263,7 +266,13 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidArgument(f"configuration file {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, and what tomllib lets through
-        raise InvalidArgument(f"configuration file {path}: {error}") from error
+        raise InvalidArgument(f"configuration file {path}: {number_error(error)}") from error
+
+
+def number_error(error: Exception) -> str:
+    """Why a text is no value: for numbers of thousands of digits without Python's own advice."""
+    text = str(error)
+    return "a number has too many digits" if "set_int_max_str_digits" in text else text
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type[Any], section: str) -> None:
@@ -280,7 +289,10 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Any], section: str)
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
             continue
         kind: Any = str if field.metadata["size"] else hints[field.name]
-        group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), **options)
+        shown = "SIZE" if field.metadata["size"] else kind.__name__.upper()
+        if field.metadata["choices"]:  # a wrong one is refused by load, wherever it comes from
+            shown = f"{{{','.join(field.metadata['choices'])}}}"
+        group.add_argument(flag, type=kind, metavar=shown, **options)
 
 
 def load(options: Mapping[str, Any], path: str | None = None) -> Config:
@@ -319,8 +331,13 @@ def _check_fleet(fleet: FleetConfig, given: Mapping[str, Any]) -> FleetConfig:
     return fleet
 
 
-def check_memory(worker: WorkerConfig, count: int) -> None:
-    """Raises InvalidArgument when this machine lacks the memory for ``count`` workers' pages."""
+def check_machine(worker: WorkerConfig, count: int) -> None:
+    """Raises InvalidArgument when this machine lacks the memory for ``count`` workers' pages, or
+    the CPUs for the threads of one."""
+    usable = len(os.sched_getaffinity(0))
+    if count and worker.threads > usable:
+        text = f"worker.threads = {worker.threads}: this process may use {usable} CPUs"
+        raise InvalidArgument(f"{text}, and a thread without one slows all others down")
     wanted = worker.kv_bytes * count
     with open("/proc/meminfo", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file)
@@ -331,6 +348,39 @@ def check_memory(worker: WorkerConfig, count: int) -> None:
             f"worker.kv_bytes = {worker.kv_bytes}: {total} bytes of KV pages, "
             f"but {free} bytes of memory are available"
         )
+
+
+def cache_dir() -> Path:
+    """Where converted models and calibrations live: ``kvcore`` in XDG_CACHE_HOME or ~/.cache."""
+    return _base("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME", ""), ".cache")
+
+
+def data_dir() -> Path:
+    """Where the deployment's secret lives: ``kvcore`` in XDG_DATA_HOME or ~/.local/share."""
+    return _base("XDG_DATA_HOME", os.environ.get("XDG_DATA_HOME", ""), ".local/share")
+
+
+@contextlib.contextmanager
+def data_of_its_own() -> Iterator[None]:
+    """Page keys that no other process will see need no secret in the user's data directory."""
+    before = os.environ.get("XDG_DATA_HOME")
+    with tempfile.TemporaryDirectory() as path:
+        os.environ["XDG_DATA_HOME"] = path
+        try:
+            yield
+        finally:
+            del os.environ["XDG_DATA_HOME"]
+            if before is not None:
+                os.environ["XDG_DATA_HOME"] = before
+
+
+def _base(variable: str, given: str, below_home: str) -> Path:
+    if os.path.isabs(given):  # others are to be ignored, by the XDG Base Directory Specification
+        return Path(given) / "kvcore"
+    try:
+        return Path.home() / below_home / "kvcore"
+    except RuntimeError as error:  # no HOME, and a user that has no entry
+        raise InvalidArgument(f"no home directory: set HOME or {variable}") from error
 
 
 def read_key_file(path: str | Path) -> bytes:
@@ -371,7 +421,7 @@ def make_key_file(path: str | Path) -> bytes:
 
 def deployment_secret(directory: str | Path | None = None) -> bytes:
     """The secret of all page keys: a 0600 file in the data directory, made on first use."""
-    home = Path(directory) if directory else Path.home() / ".local" / "share" / "kvcore"
+    home = Path(directory) if directory else data_dir()
     path = home / "secret"
     if os.path.lexists(path):  # also where nothing can be written
         return read_key_file(path)
@@ -381,4 +431,7 @@ def deployment_secret(directory: str | Path | None = None) -> bytes:
     except FileExistsError:  # another process was quicker
         return read_key_file(path)
     except OSError as error:
-        raise InvalidArgument(f"data directory {home}: {error.strerror}") from error
+        raise InvalidArgument(
+            f"data directory {home}: {error.strerror}. "
+            "Set XDG_DATA_HOME to a directory that can be written"
+        ) from error

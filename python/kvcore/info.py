@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcore import __version__
+from kvcore import __version__, config
 from kvcore.errors import KvcoreError
 
 _IO_URING_SETUP = 425  # the same on all architectures
@@ -156,7 +156,11 @@ def _kv_profiles() -> list[str]:
     from kvcore import compress
 
     found = ["exact"]
-    for path in sorted((Path.home() / ".cache" / "kvcore" / "calibrations").glob("*.json")):
+    try:
+        paths = sorted((config.cache_dir() / "calibrations").glob("*.json"))
+    except KvcoreError as error:
+        return [*found, str(error)]
+    for path in paths:
         try:
             epoch, statistics = compress.read_calibration(path.read_text())
             tables = [(name, compress.profile_class(statistics, name)) for name in _COMPRESSING]

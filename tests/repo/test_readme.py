@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcore import cli, config
+from kvcore import cli, compress, config
+from kvcore.pages import PageClass, PageSpec
 from kvcore.reference import attention
 from tree import ROOT
 
@@ -41,6 +42,16 @@ def test_it_says_how_long_things_take() -> None:
     for what in ("demo", "test"):
         after = README.split(f"<!-- ci: {what} -->")[1].split("\n\n", 1)[1][:200]
         assert re.search(r"about \d+ minutes", after), what
+
+
+@pytest.mark.parametrize("profile", ["balanced", "small"])
+def test_a_profile_has_the_bytes_that_the_log_tells(profile: str) -> None:
+    """``compress.page_share`` of a table that takes its whole budget, for SmolLM2-135M."""
+    spec = PageSpec(num_layers=30, num_kv_heads=3, head_dim_k=64, page_size=64)
+    padded = -(-compress.budget_bytes(spec, profile) // 4096) * 4096
+    share = 100 * padded / PageClass.open(spec).run_bytes(1)
+    assert re.search(rf"^\| {profile} \| {share:.1f} % ", README, re.M), share
+    assert f"{share:.1f} %" in ROOT.joinpath("docs/profiles.md").read_text()
 
 
 def test_the_library_example_is_causal_attention() -> None:

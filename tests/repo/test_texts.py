@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import tree
+from kvcore.serve import errors, protocol, shapes
 
 
 def test_api_md_lists_exactly_the_public_names() -> None:
@@ -33,6 +34,19 @@ def test_api_md_is_for_people() -> None:
     assert calls["rope_ptr"].startswith("rope_ptr(x, x_stride, rotation")
     want = "AttentionPlan(pool, num_q_heads, scale=None, threads=None, window=0, soft_cap=0.0)"
     assert calls["AttentionPlan"] == want
+
+
+def test_http_md_names_every_field_endpoint_and_code() -> None:
+    text = (tree.ROOT / "docs/http.md").read_text()
+    named = set(re.findall(r"`([^`]+)`", text))
+    fields = protocol._COMPLETION | protocol._CHAT | protocol._HARMLESS | {*protocol._NEUTRAL}
+    fields |= {*protocol._NEUTRAL_IN_STREAM_OPTIONS, *protocol._NEUTRAL_IN_MESSAGES}
+    fields |= {"include_usage", *protocol.KV_PROFILES, *protocol._ROLES}
+    facts = {*shapes.facts([])}
+    codes = {*errors._BY_CODE} - {"invalid_argument", "unsupported"}  # of fields, by a worker
+    assert named >= fields | facts | codes, (fields | facts | codes) - named
+    for path in re.findall(r'"(/[\w/]+)', (tree.ROOT / "python/kvcore/serve/app.py").read_text()):
+        assert path in text, path
 
 
 def test_architecture_says_which_rooms_are_planned() -> None:

@@ -29,6 +29,8 @@ class Serve:
         self.temp = folder / "t"
         self.temp.mkdir()
         self.env = env = {**os.environ, "HOME": str(folder), "TMPDIR": str(self.temp)}
+        for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+            env.pop(name, None)
         argv = [sys.executable, "-m", "kvcore", "serve", str(model), *FLAGS, *flags]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(

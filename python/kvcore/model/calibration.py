@@ -9,14 +9,16 @@ the next token. ``docs/profiles.md`` derives it and compares predictions with me
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -38,6 +40,7 @@ CHUNK, STRIDE = 512, 4  # of prefill; of the queries whose attention is looked a
 NOISE = 1.0  # of a probed layer's head outputs, over their size
 ENLARGED = 3.0  # errors of a format, where all of them are measured at once
 QUIET = 0.001  # changes nothing but roundings: what it does is taken off
+_PR_SET_PDEATHSIG = 1
 
 
 class PagedRun:
@@ -355,12 +358,45 @@ def cached_statistics(model: Model, page_size: int, cache_dir: Path) -> Statisti
         if found := _cached(path, model.epoch, spec):
             return found
         log.info("%s: calibrating for its KV profiles, once for this model ...", model.model_id)
-        statistics = calibrate(model, page_size)
+        statistics = _calibrate_aside(model, page_size, spec)
         try:
             _write(path, statistics.to_json(model.epoch))
         except OSError as error:
             log.info("the next start calibrates again: %s", error)
     return statistics
+
+
+def _calibrate_aside(model: Model, page_size: int, spec: PageSpec) -> Statistics:
+    """``calibrate`` in a child, where this process has one thread and may be a template of workers:
+    what computes leaves threads behind, and a process with threads is not forked any more."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        return calibrate(model, page_size)
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(told)
+        _tell_calibration(model, page_size, tell)
+    os.close(tell)
+    with open(told, encoding="utf-8") as file:
+        text = file.read()
+    _, status = os.waitpid(child, 0)
+    if os.waitstatus_to_exitcode(status) == 0:
+        return Statistics.from_json(text, model.epoch, spec)
+    log.info("%s: calibrating again in this process, for its own error", model.model_id)
+    return calibrate(model, page_size)
+
+
+def _tell_calibration(model: Model, page_size: int, tell: int) -> NoReturn:
+    """In the child, which does not outlive its parent."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        with open(tell, "w", encoding="utf-8") as file:
+            file.write(calibrate(model, page_size).to_json(model.epoch))
+        os._exit(0)
+    except BaseException as error:
+        log.info("%s: calibration failed: %s", model.model_id, error)
+    finally:
+        os._exit(1)
 
 
 def _cached(path: Path, epoch: str, spec: PageSpec) -> Statistics | None:

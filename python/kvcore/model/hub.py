@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcore import config
 from kvcore.errors import InvalidArgument, IoError, KvcoreError
 
 log = logging.getLogger(__name__)
@@ -67,8 +68,8 @@ class ModelFiles:
 
 
 def default_cache_dir() -> Path:
-    """``~/.cache/kvcore``; every function here takes another one as ``cache_dir``."""
-    return Path.home() / ".cache" / "kvcore"
+    """``kvcore`` in ``XDG_CACHE_HOME`` or ``~/.cache``; functions here take another one."""
+    return config.cache_dir()
 
 
 def resolve(model: str | Path, cache_dir: str | Path | None = None) -> ModelFiles:
@@ -165,7 +166,8 @@ def _converted_once(target: Path, cache: Path) -> Iterator[Path | None]:
     except OSError as error:
         raise ModelUnavailable(
             f"model: {target.name} has to be written to the cache directory {cache}: {error}. "
-            "Make room or give access there, or set HOME to a directory that can be written"
+            "Make room or give access there, or set XDG_CACHE_HOME to a directory that can be "
+            "written"
         ) from error
 
 

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,9 +28,18 @@ from kvcore.serve.shapes import Shape
 from kvcore.serve.text import TextCodec
 
 log = logging.getLogger("kvcore.serve")
-_INLINE_BYTES = 32 * 1024  # longer texts are tokenised off the event loop
+_INLINE_BYTES = 4 * 1024  # a longer body is read and tokenised off the event loop
 _DRAIN_S = 2.0
 Handler = Callable[[Request], Awaitable[Response]]
+Prompts = Sequence[Sequence[int]]
+Prepared = tuple[Params, Prompts]
+
+
+class Limit(NamedTuple):
+    """Tokens that prompt and answer may have together, and what it is that holds no more."""
+
+    tokens: int
+    holder: str
 
 
 class TooLarge(Response):
@@ -124,7 +133,7 @@ class Front:
                 code="invalid_api_key",
             )
 
-    async def _body(self, request: Request) -> dict[str, Any]:
+    async def _body(self, request: Request) -> bytes:
         limit = self._config.max_body_bytes
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > limit:
@@ -134,7 +143,7 @@ class Front:
             body += part
             if len(body) > limit:
                 raise self._too_large(limit)
-        return parse_json(bytes(body))
+        return bytes(body)
 
     @staticmethod
     def _too_large(limit: int) -> ApiError:
@@ -152,30 +161,47 @@ class Front:
             )
 
     async def _completions(self, request: Request) -> Response:
-        parsed = parse_completion(await self._body(request), self._codec.vocab_size)
-        self._check_model(parsed.params.model)
-        prompts = [
-            await self._encode(p, len(p), self._codec.encode) if isinstance(p, str) else list(p)
-            for p in parsed.prompts
-        ]
-        return self._answer(False, parsed.params, prompts, "prompt")
+        def read(body: bytes) -> Prepared:
+            parsed = parse_completion(parse_json(body), self._codec.vocab_size)
+            self._check_model(parsed.params.model)
+            return parsed.params, [
+                self._encode("prompt", p, limit) if isinstance(p, str) else p
+                for p in parsed.prompts
+            ]
+
+        limit = self._limit()
+        return self._answer(False, *await self._prepare(request, read), limit, "prompt")
 
     async def _chat(self, request: Request) -> Response:
-        parsed = parse_chat(await self._body(request))
-        self._check_model(parsed.params.model)
-        size = sum(len(message["content"]) for message in parsed.messages)
-        prompt = await self._encode(parsed.messages, size, self._codec.encode_chat)
-        return self._answer(True, parsed.params, [prompt], "messages")
+        def read(body: bytes) -> Prepared:
+            parsed = parse_chat(parse_json(body))
+            self._check_model(parsed.params.model)
+            text = self._codec.chat_text(parsed.messages)
+            return parsed.params, [self._encode("messages", text, limit, special=False)]
 
-    async def _encode(self, text: Any, size: int, encode: Callable[[Any], list[int]]) -> list[int]:
-        if size <= _INLINE_BYTES:
-            return encode(text)
-        return await asyncio.to_thread(encode, text)
+        limit = self._limit()
+        return self._answer(True, *await self._prepare(request, read), limit, "messages")
+
+    async def _prepare(self, request: Request, read: Callable[[bytes], Prepared]) -> Prepared:
+        """What ``read`` makes of the body, in a thread where that takes more than a moment."""
+        body = await self._body(request)
+        return read(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(read, body)
+
+    def _encode(self, field: str, text: str, limit: Limit, special: bool = True) -> Sequence[int]:
+        """Tokens of ``text``. Raises ApiError at once where it is far too long for ``limit``."""
+        if (least := self._codec.least_tokens(text)) >= limit.tokens:
+            raise _too_long(field, f"at least {least}", limit)
+        return self._codec.encode(text, special)
+
+    def _limit(self) -> Limit:
+        model, workers = self._codec.max_context, self._backend.max_context()
+        if workers and workers < model:  # they know the model too
+            return Limit(workers, "the KV memory of a worker (--kv-bytes)")
+        return Limit(model, "the model's context")
 
     def _answer(
-        self, chat: bool, params: Params, prompts: Sequence[list[int]], field: str
+        self, chat: bool, params: Params, prompts: Prompts, limit: Limit, field: str
     ) -> Response:
-        limit = min(self._codec.max_context, self._backend.max_context() or 2**31)
         seed = secrets.randbits(63) if params.seed is None else params.seed % 2**64
         deadline = self._backend.now() + self._config.request_timeout_s
         asks = [
@@ -206,9 +232,8 @@ class Front:
         return JsonAnswer(self._card(request.path_params["model"]))
 
     def _card(self, name: str) -> dict[str, Any]:
-        limit = min(self._codec.max_context, self._backend.max_context() or 2**31)
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "kvcore"}
-        return {**card, "max_model_len": limit}
+        return {**card, "max_model_len": self._limit().tokens}
 
     async def _health(self, request: Request) -> Response:
         ready = self._backend.ready()
@@ -220,29 +245,34 @@ class Front:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
 
 
-def _room(length: int, params: Params, limit: int, field: str) -> int:
+def _room(length: int, params: Params, limit: Limit, field: str) -> int:
     """Tokens the answer may have. Raises ApiError when prompt and answer do not fit."""
     if not length:
         raise ApiError(400, f"{field} is empty: at least one token is needed", param=field)
-    if length >= limit:
-        raise ApiError(
-            400,
-            f"{field}: {length} tokens, but the model's context holds {limit}, answer included",
-            param=field,
-            code="context_length_exceeded",
-        )
+    left = limit.tokens - length
+    if left < 1:
+        raise _too_long(field, str(length), limit)
     if params.max_tokens is None:
-        return min(params.default_max_tokens or limit, limit - length)
-    if params.max_tokens > limit - length:
+        return min(params.default_max_tokens or left, left)
+    if params.max_tokens > left:
         name = params.max_tokens_field
         raise ApiError(
             400,
-            f"{name} = {params.max_tokens}: the model's context holds {limit} tokens and the "
-            f"prompt has {length}, so at most {limit - length} are left",
+            f"{name} = {params.max_tokens}: {limit.holder} holds {limit.tokens} tokens and the "
+            f"prompt has {length}, so at most {left} are left",
             param=name,
             code="context_length_exceeded",
         )
     return params.max_tokens
+
+
+def _too_long(field: str, tokens: str, limit: Limit) -> ApiError:
+    return ApiError(
+        400,
+        f"{field}: {tokens} tokens, but {limit.holder} holds {limit.tokens}, answer included",
+        param=field,
+        code="context_length_exceeded",
+    )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

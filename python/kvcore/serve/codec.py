@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,9 @@ from kvcore.serve.errors import ApiError
 if TYPE_CHECKING:
     from jinja2 import Template
     from tokenizers import Tokenizer
+
+# Pre-tokenizers that drop no character, unless told to.
+_KEEPING = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"}
 
 
 class ModelCodec:
@@ -42,26 +46,38 @@ class ModelCodec:
         settings = _read(path / "tokenizer_config.json", optional=True)
         self._special = {k: _content(v) for k, v in settings.items() if k.endswith("_token")}
         self._template = _template(path, settings)
-        decoder = json.loads(self._tokenizer.to_str()).get("decoder") or {}
-        self._byte_level = "ByteLevel" in json.dumps(decoder)
+        facts = json.loads(self._tokenizer.to_str())
+        self._byte_level = "ByteLevel" in json.dumps(facts.get("decoder") or {})
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._chars_per_token, self._lost = _longest_token(facts, vocabulary)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens the model expects."""
-        return list(self._tokenizer.encode(text).ids)
+    def least_tokens(self, text: str) -> int:
+        """Tokens that ``text`` has at least, found without tokenising it; 0 = not known."""
+        if not self._chars_per_token:
+            return 0
+        kept = len(text) - sum(map(text.count, self._lost))
+        return -(-kept // self._chars_per_token)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation. Raises ApiError when the template refuses it."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text; ``special``: with the special tokens the model expects.
+
+        Other threads run meanwhile: unlike ``encode``, the tokenizer's batches release the GIL.
+        """
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return list(found.ids)
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A conversation by the model's template. Raises ApiError when that refuses it."""
         from jinja2 import TemplateError
 
         if self._template is None:
             raise ApiError(400, "messages: this model has no chat template", param="messages")
         try:
-            text = self._template.render(
+            return self._template.render(
                 messages=messages, add_generation_prompt=True, **self._special
             )
         except (TemplateError, TypeError) as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, special tokens left out."""
@@ -97,6 +113,43 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 def _content(token: Any) -> str:
     return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
+
+
+def _longest_token(facts: Mapping[str, Any], vocabulary: Mapping[str, int]) -> tuple[int, str]:
+    """(characters that one token stands for at most, the characters that have no token).
+
+    Texts that cannot fit are refused by it, so it must hold for every text: (0, "") where more
+    characters may be lost on their way to tokens. ``facts``: of tokenizer.json.
+    """
+    if "ByteLevel" in json.dumps(facts.get("pre_tokenizer") or {}):
+        # A token has a character per byte, a text at most as many. Bytes without a token vanish.
+        missing = {byte for char, byte in _BYTES.items() if char not in vocabulary}
+    else:
+        missing = {byte for byte in range(256) if f"<0x{byte:02X}>" not in vocabulary}
+    keeps = all(
+        step["type"] in _KEEPING and step.get("behavior") != "Removed"
+        for step in _steps(facts, "pre_tokenizer")
+    )
+    padded = any(token["lstrip"] or token["rstrip"] for token in facts.get("added_tokens") or ())
+    shrinking = math.prod(map(_shrinking, _steps(facts, "normalizer")))
+    if padded or not keeps or not shrinking or missing & set(range(0x80, 0xC0)):
+        return 0, ""  # all other characters have a byte between 0x80 and 0xBF
+    return shrinking * max(map(len, vocabulary)), "".join(map(chr, missing & set(range(0x80))))
+
+
+def _steps(facts: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
+    step = facts.get(kind) or {"type": "Sequence"}
+    if step["type"] != "Sequence":
+        return [step]
+    return [inner for inner in step.get(f"{kind}s") or step.get("pretokenizers") or ()]
+
+
+def _shrinking(step: Mapping[str, Any]) -> int:
+    """How many characters a normalizer may make one of; 0 = any number."""
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("String")
+        return int(pattern is not None and len(pattern) <= len(step["content"]))
+    return {"NFC": 4, "Prepend": 1}.get(step["type"], 0)  # no canonical decomposition is longer
 
 
 def _template(path: Path, settings: Mapping[str, Any]) -> Template | None:

@@ -117,7 +117,7 @@ def _run(model: str, transport: str, max_tokens: int, json_file: str | None) -> 
     for result, other in zip(results, alone, strict=True):
         result.equal_to_mono = result.token_ids == other.token_ids
     console.print(_table(results))
-    console.print(_compare(results, alone))
+    console.print(f"\n{_compare(results, alone)}")
     if json_file:
         _write(json_file, "w", [json.dumps(result.record()) + "\n" for result in results])
     problems = _problems(results, transport)

@@ -149,7 +149,7 @@ class Deployment:
             specs = worker_specs(
                 config, self._model, self.router.address, self.key_file, self.runtime_dir
             )
-        self.launcher = Launcher(specs, config.fleet.max_restarts, self.router.expect)
+        self.launcher = Launcher(specs, config.fleet.max_restarts, self.router.expect, self._joined)
         stack.push_async_callback(self.launcher.stop, _WORKERS_GRACE_S)
         self.backend = RouterBackend(self.router)
         metrics = Metrics(self._snapshot)
@@ -160,6 +160,10 @@ class Deployment:
         # Last in, so first when all ends: clients hear why before anything they wait for is gone.
         stack.callback(self.backend.close)
         self.launcher.start()
+
+    def _joined(self, role: str) -> list[int]:
+        workers = self.router.dispatcher.workers.values()
+        return [worker.pid for worker in workers if worker.role == role]
 
     def _make_router(self) -> Router:
         router, http = self._config.router, self._config.http
@@ -216,8 +220,11 @@ class Deployment:
         )
 
     async def wait_ready(self, count: int) -> None:
-        """Until ``count`` workers have joined. Raises WorkerFailed."""
-        while len(self.router.dispatcher.workers) < count:
+        """Until ``count`` workers have joined, but for those that keep failing.
+
+        Raises WorkerFailed.
+        """
+        while len(self.router.dispatcher.workers) < count - len(self.launcher.failing):
             await asyncio.sleep(0.02)
             self.check()
 

@@ -20,6 +20,7 @@ from kvcore.serve.template import Forked, ForkRefused, Template, TemplateEnded, 
 log = logging.getLogger("kvcore.launcher")
 _FATAL_EXIT = 2  # usage, or a model that cannot be had: trying again changes nothing
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.1, 5.0
+_FAILING_BACKOFF_S = 30.0
 _WINDOW_S = 60.0
 _COMMAND = (sys.executable, "-m", "kvcore.cli")
 _Process = asyncio.subprocess.Process | Forked
@@ -56,7 +57,7 @@ def worker_specs(
     common += ["--runtime-dir", str(runtime_dir), "--parent-pid", str(os.getpid())]
     for field in dataclasses.fields(worker):
         common += ["--" + field.name.replace("_", "-"), str(getattr(worker, field.name))]
-    template = (*_COMMAND, "worker", "mono", *common, "--template")
+    template = (*_COMMAND, "worker", "template", *common)
     if worker.threads > 1:
         log.info("workers load the model each: those with several threads are not forked")
         template = ()
@@ -83,9 +84,14 @@ def assign_cpus(num_workers: int, threads: int) -> list[tuple[int, ...]]:
 class Launcher:
     """Keeps the processes of ``specs`` alive.
 
-    ``failed`` resolves with WorkerFailed when one ends with a fatal code, or more than
-    ``max_restarts`` times a minute. ``tell(roles)`` is called with the roles that are kept alive
-    whenever these change.
+    One that ended more than ``max_restarts`` times within a minute is *failing* until it lives for
+    a minute: it is started again at ever longer intervals. ``failed`` resolves with WorkerFailed
+    when nothing is left to hope for: all processes of a role are failing and no worker of that role
+    has joined, or one cannot be started or ends with a fatal code the first time it is started.
+
+    Args:
+        tell: called with the roles that are kept alive whenever these change.
+        joined: process ids of the workers of a role that serve, whoever started them.
     """
 
     def __init__(
@@ -93,9 +99,11 @@ class Launcher:
         specs: Sequence[ProcessSpec],
         max_restarts: int,
         tell: Callable[[set[str]], None] = lambda roles: None,
+        joined: Callable[[str], Sequence[int]] = lambda role: (),
     ) -> None:
         self._specs = list(specs)
-        self._tell = tell
+        self._tell, self._joined = tell, joined
+        self.failing: set[str] = set()
         self._max_restarts = max_restarts
         self._processes: dict[str, _Process] = {}
         self._templates = {
@@ -148,31 +156,60 @@ class Launcher:
             template.signal(number)
 
     async def _keep(self, spec: ProcessSpec) -> None:
-        ends: list[float] = []
+        ends: list[float] = []  # within a minute; those of a failing one since it is
+        first = True
         while not self._stopping.is_set():
-            try:
-                code = await self._run(spec)
-            except TemplateEnded as error:
-                code = error.exit_code
-            except OSError as error:
-                self._give_up(f"worker {spec.name} cannot be started: {error}", 1)
-                return
+            began = time.monotonic()
+            code, how, fatal = await self._run(spec)
             if self._stopping.is_set():
                 return
             now = time.monotonic()
-            ends = [at for at in ends if now - at < _WINDOW_S] + [now]
-            if code == _FATAL_EXIT or len(ends) > self._max_restarts:
-                times = f", {len(ends)} times within a minute" if len(ends) > 1 else ""
-                self._give_up(f"worker {spec.name} {_ended(code)}{times}: see the log above", code)
+            if now - began >= _WINDOW_S:
+                self.failing.discard(spec.name)
+            if spec.name not in self.failing:
+                ends = [at for at in ends if now - at < _WINDOW_S]
+            ends.append(now)
+            if len(ends) > self._max_restarts:
+                self.failing.add(spec.name)
+            times = f", {len(ends)} times within {now - ends[0]:.0f} s" if len(ends) > 1 else ""
+            if (first and fatal) or (spec.name in self.failing and not self._hope(spec.role)):
+                self._give_up(f"worker {spec.name} {how}{times}: see the log above", code)
                 return
-            delay = min(_FIRST_BACKOFF_S * 2 ** (len(ends) - 1), _LAST_BACKOFF_S)
-            log.warning("%s %s; starting it again in %.1f s", spec.name, _ended(code), delay)
-            self.restarts += 1
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay)
+            first = False
+            await self._back_off(spec.name, how + times, len(ends))
 
-    async def _run(self, spec: ProcessSpec) -> int:
-        """Start it and wait for its end; the exit code."""
+    async def _back_off(self, name: str, how: str, count: int) -> None:
+        """Wait before the next start, longer each time, and say so."""
+        failing = name in self.failing
+        most = _FAILING_BACKOFF_S if failing else _LAST_BACKOFF_S
+        delay = min(_FIRST_BACKOFF_S * 2 ** min(count - 1, 20), most)
+        if failing:
+            text = "%s %s: it keeps failing, others do its work; starting it again in %.1f s"
+            log.error(text, name, how, delay)
+        else:
+            log.warning("%s %s; starting it again in %.1f s", name, how, delay)
+        self.restarts += 1
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), delay)
+
+    def _hope(self, role: str) -> bool:
+        """Whether a worker of this role serves, or one of ours that is not failing may soon."""
+        ended = {p.pid for p in self._processes.values() if p.returncode is not None}
+        if set(self._joined(role)) - ended:
+            return True
+        return any(s.role == role and s.name not in self.failing for s in self._specs)
+
+    async def _run(self, spec: ProcessSpec) -> tuple[int, str, bool]:
+        """Start it and wait for its end: exit code, in words, and whether it is a fatal one."""
+        try:
+            code = await self._life(spec)
+        except TemplateEnded as error:
+            code = error.exit_code
+        except OSError as error:
+            return 1, f"cannot be started: {error}", True
+        return code, _ended(code), code == _FATAL_EXIT
+
+    async def _life(self, spec: ProcessSpec) -> int:
         process = await self._start(spec)
         self._processes[spec.name] = process
         log.info("%s started (pid %d)", spec.name, process.pid)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from kvcore import wire
-from kvcore.config import Config, check_memory, deployment_secret, read_key_file
+from kvcore.config import Config, check_machine, deployment_secret, read_key_file
 from kvcore.errors import InvalidArgument
 from kvcore.model import hub
 from kvcore.serve.codec import ModelCodec
@@ -23,7 +23,7 @@ log = logging.getLogger("kvcore.serve")
 
 
 def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code.
+    """Serve until SIGTERM, SIGINT or SIGHUP; returns the exit code.
 
     Raises InvalidArgument, IoError, Unsupported or ModelUnavailable before anything is started.
     """
@@ -43,7 +43,7 @@ def _check(config: Config) -> None:
     """Refuse at once what would otherwise be refused after the model was fetched and read."""
     fleet, router = config.fleet, config.router
     read_api_key(config)
-    check_memory(config.worker, fleet.prefill + fleet.decode + fleet.mono)
+    check_machine(config.worker, fleet.prefill + fleet.decode + fleet.mono)
     if router.key_file:
         read_key_file(router.key_file)
     if router.address:
@@ -58,8 +58,9 @@ def _check(config: Config) -> None:
 async def _serve(config: Config, codec: ModelCodec, names: list[str]) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
+            loop.add_signal_handler(number, stop.set)
     fleet = config.fleet
     count = fleet.prefill + fleet.decode + fleet.mono
     stopped = asyncio.create_task(stop.wait())
@@ -70,11 +71,11 @@ async def _serve(config: Config, codec: ModelCodec, names: list[str]) -> int:
         if not count:
             _say(f"kvcore: waits for workers, --router {address} --key-file {key_file}")
         ready = asyncio.create_task(_ready(deployment, count))
-        with progress(f"{count} workers starting" if count else "no worker yet"):
+        with progress(f"{_workers(count)} starting" if count else "no worker yet"):
             await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             joined = ready.result()
-            _say(f"kvcore: {names[0]} is ready, {joined} worker{'s' if joined > 1 else ''}")
+            _say(f"kvcore: {names[0]} is ready, {_workers(joined)}")
         else:
             ready.cancel()
         deployment.launcher.failed.add_done_callback(lambda _: stop.set())
@@ -82,6 +83,10 @@ async def _serve(config: Config, codec: ModelCodec, names: list[str]) -> int:
         deployment.check()
         log.info("stopping")
     return 0
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' if count > 1 else ''}"
 
 
 async def _ready(deployment: Deployment, count: int) -> int:

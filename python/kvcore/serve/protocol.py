@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvcore.config import number_error
 from kvcore.serve.errors import ApiError
 
 MAX_PROMPTS = 128
@@ -91,11 +92,17 @@ def parse_json(body: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises ApiError 400."""
     try:
         value = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    except RecursionError as error:
+        raise _not_json("it is nested too deeply") from error
+    except ValueError as error:
+        raise _not_json(number_error(error)) from error
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, got {_name(value)}")
     return value
+
+
+def _not_json(why: str) -> ApiError:
+    return ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json")
 
 
 def _no_constant(name: str) -> Any:
@@ -299,8 +306,7 @@ def _choice(body: Mapping[str, Any], field: str, allowed: Sequence[str]) -> str:
 def _integer(body: Mapping[str, Any], field: str, low: int, high: int) -> int | None:
     value = _field(body, field, "integer", _is_int)
     if value is not None and not low <= value <= high:
-        allowed = f"at least {low}" if high >= 2**31 - 1 else f"between {low} and {high}"
-        raise _bad(field, f"{field} = {_show(value)}: must be {allowed}")
+        raise _bad(field, f"{field} = {_show(value)}: must be between {low} and {high}")
     return None if value is None else int(value)
 
 

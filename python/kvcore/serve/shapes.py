@@ -100,7 +100,11 @@ class Shape:
         return {
             "tokens": [info.text for info in infos],
             "token_logprobs": [info.logprob for info in infos],
-            "top_logprobs": [{text: value for text, _, value in info.top} for info in infos],
+            # The API's "up to logprobs + 1 elements": the token itself is always among them.
+            "top_logprobs": [
+                {**{text: value for text, _, value in info.top}, info.text: info.logprob}
+                for info in infos
+            ],
             "text_offset": [info.offset for info in infos],
         }
 

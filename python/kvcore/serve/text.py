@@ -16,12 +16,16 @@ class TextCodec(Protocol):
     vocab_size: int
     max_context: int
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens the model expects."""
+    def least_tokens(self, text: str) -> int:
+        """Tokens that ``text`` has at least, found in no time."""
         ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text; ``special``: with the special tokens the model expects."""
+        ...
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A conversation as text with its own special tokens, ready for the assistant's answer."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ import pytest
 from kvcore import cli, info
 from kvcore.serve.launcher import assign_cpus
 from support import served_model
+
+USABLE = f"this process may use {len(os.sched_getaffinity(0))} CPUs"
 
 
 def kvcore(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -36,6 +39,9 @@ def kvcore(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, st
         (["serve", "--config", "/nonexistent.toml"], "/nonexistent.toml"),
         (["serve", "--mono", "1", "--decode", "1"], "fleet.mono = 1"),
         (["serve", "--kv-bytes", "900Ti", "--port", "0"], "worker.kv_bytes"),
+        (["serve", "--threads", "999", "--port", "0"], f"worker.threads = 999: {USABLE}"),
+        (["run", "m", "x", "--threads", "999"], f"worker.threads = 999: {USABLE}"),
+        (["worker", "mono", "--router", "unix:/x", "--threads", "999"], USABLE),
         (["serve", "--kv-bytes", "5"], "must be >= 1Mi"),
         (["serve", "--max-wait-s", "nan"], "http.max_wait_s = nan"),
         (["serve", "--router-address", "foo", "--port", "0"], "router.address"),
@@ -78,6 +84,8 @@ def test_wrong_usage_exits_2(
 ) -> None:
     """Before anything is loaded: a model that would be read is not there."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("kvcore.model.hub.KNOWN_MODELS", {})
     code, _, err = kvcore(capsys, *argv)
     assert code == 2
@@ -113,6 +121,8 @@ def test_what_cannot_be_is_said_before_a_port_is_asked_for(
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model whose weights must not be read: the refusal comes before."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("kvcore.model.load", lambda *a: pytest.fail("the model is loaded"))
     return served_model.make(tmp_path / "tiny")
 
@@ -144,9 +154,24 @@ def test_a_data_directory_that_cannot_be_made_is_named(
     capsys: pytest.CaptureFixture[str], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tiny / "config.json"
-    monkeypatch.setenv("HOME", str(home))
-    code, _, err = kvcore(capsys, "run", str(tiny), "x")
-    assert code == 2 and str(home) in err
+    for name, value in (("HOME", str(home)), ("XDG_DATA_HOME", str(home / "data"))):
+        monkeypatch.setenv(name, value)
+        code, _, err = kvcore(capsys, "serve", str(tiny), "--port", "0")
+        assert code == 2 and value in err and "Set XDG_DATA_HOME" in err
+
+
+def test_without_a_home_it_says_what_to_set(
+    capsys: pytest.CaptureFixture[str], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    code, _, err = kvcore(capsys, "serve", str(tiny), "--port", "0")
+    assert code == 2 and "set HOME or XDG_DATA_HOME" in err
+    code, _, err = kvcore(capsys, "run", "smollm2-135m-instruct", "x")
+    assert code == 2 and "set HOME or XDG_CACHE_HOME" in err
+    assert info.gather()["kv_profiles"] == [
+        "exact",
+        "no home directory: set HOME or XDG_CACHE_HOME",
+    ]
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
@@ -168,6 +193,32 @@ def test_a_readable_key_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_
     path.write_text(" \n")
     code, _, err = kvcore(capsys, "serve", "--host", "0.0.0.0", "--api-key-file", str(path))
     assert code == 2 and "is empty" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "texts"),
+    [
+        ("worker", ["--dtype {bfloat16,float32}", "--transport {shm,tcp}", "--kv-bytes SIZE"]),
+        ("worker", ["--checksums {sampled,all,off}", "--page-size {16,32,64,128}"]),
+        ("run", ["answer at most (default: 128)", "likeliest token (default: 0.0)"]),
+        ("run", ["have this share (default: 1.0)", "says the same (default: 0)"]),
+        ("demo", ["workers (default: shm)", "per answer (default: 48)"]),
+    ],
+)
+def test_help_says_what_is_allowed_and_the_default(
+    capsys: pytest.CaptureFixture[str], command: str, texts: list[str]
+) -> None:
+    code, out, _ = kvcore(capsys, command, "--help")
+    assert code == 0
+    for text in texts:
+        assert text in " ".join(out.split())
+
+
+def test_every_flag_has_a_text() -> None:
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for name, parser in commands.choices.items():
+        bare = [a.dest for a in parser._actions if not a.help and a.dest != "role"]
+        assert not bare, f"{name}: {bare}"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

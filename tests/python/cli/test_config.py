@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from kvcore import config
 from kvcore.errors import InvalidArgument
+from kvcore.model import hub
 
 
 def from_toml(tmp_path: Path, text: str, **options: Any) -> config.Config:
@@ -147,6 +148,26 @@ def test_key_files(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(InvalidArgument):
         config.read_key_file(tmp_path / "link")
+
+
+def test_caches_and_data_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for name, find, usual in (
+        ("XDG_CACHE_HOME", config.cache_dir, ".cache"),
+        ("XDG_DATA_HOME", config.data_dir, ".local/share"),
+    ):
+        for value in ("", "relative"):
+            monkeypatch.setenv(name, value)
+            assert find() == Path("/home/somebody") / usual / "kvcore"
+        monkeypatch.setenv(name, str(tmp_path))
+        assert find() == tmp_path / "kvcore"
+    assert config.deployment_secret() and (tmp_path / "kvcore" / "secret").is_file()
+    assert hub.default_cache_dir() == tmp_path / "kvcore"
+
+
+def test_a_number_of_thousands_of_digits(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"kvcore\.toml: a number has too many digits$"):
+        from_toml(tmp_path, "[http]\nport = " + "9" * 5000)
 
 
 def test_deployment_secret_stays(tmp_path: Path) -> None:

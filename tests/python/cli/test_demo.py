@@ -32,7 +32,7 @@ def test_demo(tmp_path: Path, transport: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "All is well" in done.stdout
+    assert "All is well" in done.stdout and "\n\ntwo workers: " in done.stdout
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert len(lines) == 11
     for line in lines:

@@ -133,7 +133,9 @@ def test_workers_share_the_weights_of_their_template(pair: Serve) -> None:
     for role in ("prefill", "decode"):
         name = Path(f"/proc/{pair.pids(role)[-1]}/comm").read_text()
         assert name == f"kvcore-{role}\n"
-    assert "loads the model" not in pair.log and "load the model" not in pair.log
+        shown = Path(f"/proc/{pair.pids(role)[-1]}/cmdline").read_bytes().split(b"\0")
+        assert shown[3:5] == [b"worker", b"template"], "ps names no role that is another's"
+    assert "load the model each" not in pair.log
 
 
 @pytest.mark.skipif(
@@ -179,6 +181,30 @@ def test_kill_9_of_serve_leaves_no_orphan(pair: Serve) -> None:
     assert list(pair.temp.iterdir()) == []
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_closes_during_the_start(
+    model: Path, tmp_path: Path, ignored: bool
+) -> None:
+    """SIGHUP ends the server as SIGTERM does; not where nohup had it ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN) if ignored else None
+    try:
+        serve = Serve(tmp_path, model, "--mono", "1")
+    finally:
+        if ignored:
+            signal.signal(signal.SIGHUP, before)
+    try:
+        assert "1 worker starting" in serve.wait(lambda: "starting" in serve.log and serve.log)
+        serve.process.send_signal(signal.SIGHUP)
+        if ignored:
+            assert serve.out.readline() == "kvcore: tiny is ready, 1 worker\n"
+            serve.process.terminate()
+        assert serve.process.wait(20) == 0
+        assert serve.out.read() == "" and list(serve.temp.iterdir()) == []
+    finally:
+        serve.process.kill()
+        serve.process.wait()
+
+
 def test_workers_by_hand(model: Path, tmp_path: Path) -> None:
     """A server without workers says that it waits, and is ready only when it can serve."""
     key, address = tmp_path / "key", f"unix:{tmp_path}/router.sock"
@@ -205,7 +231,8 @@ def test_workers_by_hand(model: Path, tmp_path: Path) -> None:
 
 def test_run_without_http(model: Path, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "kvcore", "run", str(model), "hello", "--max-tokens", "5"]
-    env = {**os.environ, "HOME": str(tmp_path)}
+    env = {**os.environ, "HOME": "/dev/null"}  # nothing has to be kept
+    env |= {"XDG_CACHE_HOME": "/dev/null", "XDG_DATA_HOME": "/dev/null"}
     done = subprocess.run(
         [*argv, "--kv-bytes", "16Mi"], capture_output=True, text=True, env=env, check=False
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import stat
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from kvcore import compress
 from kvcore.errors import Unsupported
 from kvcore.model import calibration, load
 from kvcore.pages import PageClass
+from support import served_model
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,37 @@ def test_calibrated_once_then_read(model, tmp_path, monkeypatch):
     assert model.epoch[:32] in files[0].name
     monkeypatch.setattr(calibration, "calibrate", lambda *_: pytest.fail("calibrated again"))
     assert np.array_equal(model.kv_statistics().key_weight, first.key_weight)
+
+
+ALONE = """
+import logging, os, sys
+import torch
+from kvcore.model import calibration, load
+logging.basicConfig(level="INFO", stream=sys.stdout)
+torch.set_num_threads(1)
+model = load(sys.argv[1], cache_dir=sys.argv[2])
+if sys.argv[3] == "dies":
+    calibrate, parent = calibration.calibrate, os.getpid()
+    calibration.calibrate = lambda *a: os.abort() if os.getpid() != parent else calibrate(*a)
+model.kv_statistics()
+print("threads", len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.parametrize(("child", "forks"), [("lives", True), ("dies", False)])
+def test_a_process_with_one_thread_keeps_it(tmp_path, child, forks):
+    """So that the first template of a model can be forked. A child that dies costs only that."""
+    path = served_model.make(tmp_path / "model")  # whose tokenizer leaves threads behind
+    argv = [sys.executable, "-c", ALONE, str(path), str(tmp_path / "cache"), child]
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tokens in") == 1
+    assert (int(done.stdout.split()[-1]) == 1) == forks
+    (file,) = (tmp_path / "cache" / "calibrations").iterdir()
+    model = load(path, cache_dir=tmp_path)
+    here = calibration.calibrate(model).to_json(model.epoch)
+    assert file.read_text() == here, "the same numbers, whoever measures"
 
 
 @pytest.mark.parametrize("what", ["damaged", "of another model", "a link", "unreadable"])

@@ -193,7 +193,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, blocked):
     (cache / blocked).touch()
     with pytest.raises(ModelUnavailable, match="cache directory") as error:
         resolve(path, cache)
-    assert str(cache) in str(error.value) and "HOME" in str(error.value)
+    assert str(cache) in str(error.value) and "set XDG_CACHE_HOME" in str(error.value)
 
 
 def test_a_full_disk_leaves_nothing_and_is_named(tmp_path, monkeypatch):

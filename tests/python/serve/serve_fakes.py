@@ -29,11 +29,14 @@ class ByteCodec:
     def __init__(self, max_context: int = 4096) -> None:
         self.max_context = max_context
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self.encode("".join(f"<{m['role']}>{m['content']}\n" for m in messages))
+    def least_tokens(self, text: str) -> int:
+        return len(text)
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(t for t in ids if t < 256).decode("utf-8", errors="replace")
@@ -102,6 +105,7 @@ class ScriptBackend:
         self.finished: list[bytes] = []
         self.cancelled: list[bytes] = []
         self.is_ready = True
+        self.workers_context: int | None = None
 
     def submit(self, ask: Ask) -> ScriptStream:
         self.asks.append(ask)
@@ -114,7 +118,7 @@ class ScriptBackend:
         return {"mono": int(self.is_ready)}
 
     def max_context(self) -> int | None:
-        return None
+        return self.workers_context
 
     def now(self) -> float:
         return time.monotonic()

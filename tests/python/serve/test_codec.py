@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcore.errors import InvalidArgument, Unsupported
+from kvcore.model import hub
 from kvcore.serve.codec import ModelCodec
 from kvcore.serve.errors import ApiError
 from kvcore.serve.text import Detokenizer, StopFilter
 from serve_fakes import ByteCodec
 from support import served_model
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 CHAT = [
     {"role": "system", "content": "be kind"},
@@ -31,6 +36,14 @@ def codec(folder: Path) -> ModelCodec:
     return ModelCodec(folder)
 
 
+@pytest.fixture(scope="module")
+def real() -> ModelCodec:
+    try:
+        return ModelCodec(hub.resolve(hub.DEFAULT_MODEL).path)
+    except hub.ModelUnavailable as error:
+        pytest.skip(f"the default model cannot be had: {error}")
+
+
 def test_facts_of_the_configuration(codec: ModelCodec) -> None:
     assert (codec.vocab_size, codec.max_context, codec.eos_ids) == (320, 2048, (257,))
 
@@ -42,7 +55,8 @@ def test_same_as_transformers(codec: ModelCodec, folder: Path) -> None:
     for text in ("hello", "naïve 🐢\n\ttabs  and spaces", "", "<|start|>user"):
         assert codec.encode(text) == theirs.encode(text)
     text = theirs.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
-    assert codec.encode_chat(CHAT) == theirs.encode(text, add_special_tokens=False)
+    assert codec.chat_text(CHAT) == text
+    assert codec.encode(text, special=False) == theirs.encode(text, add_special_tokens=False)
 
 
 @given(st.text())
@@ -53,6 +67,65 @@ def test_bytes_of_tokens_and_back(codec: ModelCodec, text: str) -> None:
     assert b"".join(codec.token_bytes(token) for token in ids) == text.encode()
 
 
+def test_other_threads_run_while_a_long_text_is_encoded(codec: ModelCodec) -> None:
+    took: list[float] = []
+
+    def work() -> None:
+        began = time.monotonic()
+        assert len(codec.encode("x" * 3_000_000)) == 3_000_000
+        took.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=work)
+    last, gap = time.monotonic(), 0.0
+    thread.start()
+    while not took:
+        time.sleep(0.001)
+        now = time.monotonic()
+        last, gap = now, max(gap, now - last)
+    thread.join()
+    assert gap < took[0] / 2, (gap, took)
+
+
+@given(st.text() | st.text(st.sampled_from("<|start|>a\x04 é"), max_size=60))
+def test_no_text_has_fewer_tokens_than_the_least(codec: ModelCodec, text: str) -> None:
+    assert codec.least_tokens(text) <= len(codec.encode(text)) <= 9 * codec.least_tokens(text) * 4
+
+
+@given(st.text() | st.text(st.sampled_from("\n \x04\x06é🐢"), max_size=300))
+def test_nor_with_the_tokenizer_of_a_real_model(real: ModelCodec, text: str) -> None:
+    """Which drops some control characters."""
+    assert real.least_tokens(text) <= len(real.encode(text))
+
+
+def test_the_longest_token_of_a_real_model(real: ModelCodec) -> None:
+    text = "\n" + " " * 80
+    assert real.least_tokens(text) == len(real.encode(text)) == 1
+    assert real.least_tokens(2 * text) == 2
+    assert real.least_tokens("\x04" * 1000) == len(real.encode("\x04" * 1000)) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "want"),
+    [
+        (lambda t: setattr(t, "normalizer", normalizers.NFC()), 25),
+        (lambda t: setattr(t, "normalizer", normalizers.Strip()), 0),
+        (lambda t: setattr(t, "normalizer", normalizers.Replace("ab", "a")), 0),
+        (lambda t: setattr(t, "normalizer", normalizers.Replace(" ", "__")), 100),
+        (lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.WhitespaceSplit()), 0),
+        (lambda t: t.add_tokens([AddedToken("<mask>", lstrip=True)]), 0),
+        (lambda t: t.add_tokens(["a token of 20 letter"]), 45),
+    ],
+)
+def test_no_least_where_characters_may_be_lost(
+    folder: Path, tmp_path: Path, change: Callable[[Tokenizer], None], want: int
+) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    change(tokenizer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert ModelCodec(tmp_path).least_tokens("x" * 900) == want
+
+
 def test_generation_config_has_the_last_word(folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
@@ -60,7 +133,7 @@ def test_generation_config_has_the_last_word(folder: Path, tmp_path: Path) -> No
     codec = ModelCodec(tmp_path)
     assert codec.eos_ids == (3, 4)
     with pytest.raises(ApiError, match="no chat template"):
-        codec.encode_chat(CHAT)
+        codec.chat_text(CHAT)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +148,7 @@ def test_a_template_that_refuses(folder: Path, tmp_path: Path, template: str, me
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ApiError, match=message) as caught:
-        ModelCodec(tmp_path).encode_chat(CHAT)
+        ModelCodec(tmp_path).chat_text(CHAT)
     assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
@@ -84,7 +157,7 @@ def test_a_template_cannot_reach_out(folder: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(ApiError):
-        ModelCodec(tmp_path).encode_chat(CHAT)
+        ModelCodec(tmp_path).chat_text(CHAT)
 
 
 def test_incomplete_directories_are_refused(folder: Path, tmp_path: Path) -> None:

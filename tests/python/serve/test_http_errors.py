@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -125,6 +126,101 @@ def test_completion_refusals(url: str, change: dict[str, Any], status: int, para
     assert error["param"] == param
     assert param.split(".")[-1] in error["message"]
     assert len(error["message"]) < 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("completions", "prompt"), ("chat/completions", "messages")]
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(path: str, field: str) -> None:
+    class Never(ByteCodec):
+        def encode(self, text: str, special: bool = True) -> list[int]:
+            raise AssertionError("it cannot fit")
+
+    text = "x" * 4_000_000
+    asked = text if field == "prompt" else [{"role": "user", "content": text}]
+    with serving(front(ScriptBackend(say("ok")), Never(128))) as base:
+        response = httpx.post(f"{base}/v1/{path}", json={"model": MODEL, field: asked})
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, field)
+    assert error["code"] == "context_length_exceeded" and "holds 128" in error["message"]
+
+
+LONG_WORK = [
+    ("completions", {"prompt": "x" * 5000}),
+    ("completions", {"prompt": ["x" * 50] * 100}),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x" * 50}] * 100}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), LONG_WORK)
+def test_others_are_answered_while_long_texts_are_tokenised(path: str, body: Any) -> None:
+    begun, seen = threading.Event(), threading.Event()
+
+    class Slow(ByteCodec):
+        def encode(self, text: str, special: bool = True) -> list[int]:
+            begun.set()
+            assert seen.wait(10), "nobody else was answered"
+            return [1]
+
+    with serving(front(ScriptBackend(say("ok")), Slow(8000))) as base:
+        answers: list[httpx.Response] = []
+
+        def ask() -> None:
+            answers.append(httpx.post(f"{base}/v1/{path}", json={"model": MODEL, **body}))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert begun.wait(10)
+        assert httpx.get(base + "/health", timeout=5).status_code == 200
+        seen.set()
+        thread.join()
+    assert answers[0].status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("max_tokens", 10**20, "between 1 and 2147483647"),
+        ("max_tokens", 0, "between 1 and 2147483647"),
+        ("seed", 2**64, f"between {-(2**63)} and {2**64 - 1}"),
+        ("seed", -(2**63) - 1, f"between {-(2**63)} and {2**64 - 1}"),
+        ("logprobs", 6, "between 0 and 5"),
+        ("temperature", 3, "at least 0 and at most 2"),
+    ],
+)
+def test_both_bounds_are_told(url: str, field: str, value: int, allowed: str) -> None:
+    response = httpx.post(url + "/v1/completions", json={**GOOD, field: value})
+    assert error_of(response)["message"] == f"{field} = {value}: must be {allowed}"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"seed": ' + "9" * 5000 + "}", "a number has too many digits"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ('{"seed": NaN}', "NaN is not JSON"),
+    ],
+)
+def test_json_errors_are_told_to_clients_not_to_programmers(url: str, text: str, why: str) -> None:
+    response = httpx.post(url + "/v1/completions", content=text)
+    error = error_of(response)
+    assert error["code"] == "invalid_json"
+    assert error["message"] == f"the body is not valid JSON: {why}"
+
+
+def test_who_holds_no_more_is_named() -> None:
+    backend = ScriptBackend(say("ok"))
+    backend.workers_context = 64
+    with serving(front(backend, ByteCodec(128))) as base:
+        for change in ({"prompt": "x" * 100}, {"prompt": "x" * 60, "max_tokens": 9}):
+            response = httpx.post(base + "/v1/completions", json={**GOOD, **change})
+            message = error_of(response)["message"]
+            assert "the KV memory of a worker (--kv-bytes) holds 64" in message
+            backend.workers_context = 128
+            response = httpx.post(base + "/v1/completions", json={**GOOD, "prompt": "x" * 200})
+            assert "the model's context holds 128" in error_of(response)["message"]
+            backend.workers_context = 64
+        assert httpx.get(base + "/v1/models").json()["data"][0]["max_model_len"] == 64
 
 
 def test_an_empty_model_name_is_called_empty(url: str) -> None:

@@ -158,6 +158,19 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert logprobs.top_logprobs[0] == {"n": -0.5, "(": -1.5}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_likeliest_tokens_leave_the_one_of_the_answer(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    """As the API has it: up to logprobs + 1 elements, the answer's own token among them."""
+    answer = client.completions.create(
+        model=MODEL, prompt="a", max_tokens=2, logprobs=0, stream=stream
+    )
+    parts = list(answer) if stream else [answer]
+    tops = [t for p in parts for t in (p.choices[0].logprobs.top_logprobs or ())]
+    assert tops == [{"n": -0.5}, {"a": -0.5}]
+
+
 def test_chat_logprobs_whole_and_streamed(client: openai.OpenAI) -> None:
     def ask(stream: bool):  # type: ignore[no-untyped-def]
         return client.chat.completions.create(

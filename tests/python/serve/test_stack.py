@@ -287,6 +287,21 @@ def test_a_worker_of_another_geometry_is_refused(tmp_path: Path) -> None:
     assert len({json.loads(line)["role"] for line in lines}) == 1
 
 
+def test_a_worker_that_keeps_dying_takes_no_other_down(tmp_path: Path) -> None:
+    """The one of its role that serves goes on."""
+    fleet = (*PAIR, ("decode", ["--exit", "1"]))
+    config = {"fleet": {"max_restarts": 1}}
+    with stack(tmp_path, *fleet, config=config) as s:
+        s.wait(lambda: s.call(lambda: s.deployment.launcher.restarts) >= 4, 20)
+        assert ask(s.url).json()["choices"][0]["text"] == said("hello", 8)
+        assert httpx.get(s.url + "/health").json()["workers"] == {
+            "prefill": 1,
+            "decode": 1,
+            "mono": 0,
+        }
+        s.call(s.deployment.check)
+
+
 def test_a_worker_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:
     deployed = stack(tmp_path, ("prefill", []), ("decode", ["--exit", "2"]))
     with pytest.raises(WorkerFailed, match="exit code 2") as caught, deployed:
@@ -303,7 +318,9 @@ def test_logprobs_pass_through(tmp_path: Path) -> None:
     with stack(tmp_path, *PAIR) as s:
         choice = ask(s.url, count=3, logprobs=2).json()["choices"][0]
         assert choice["logprobs"]["token_logprobs"] == [-1.0] * 3
-        assert choice["logprobs"]["top_logprobs"] == [{"(": -1.0, ")": -1.0}] * 3
+        said_by = choice["logprobs"]
+        for token, top in zip(said_by["tokens"], said_by["top_logprobs"], strict=True):
+            assert top == {"(": -1.0, ")": -1.0, token: -1.0}
 
 
 def test_shutdown_leaves_no_process_and_no_file(tmp_path: Path) -> None:

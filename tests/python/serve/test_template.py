@@ -117,7 +117,7 @@ async def test_exit_code_2_of_a_worker_is_reported(tmp_path: Path) -> None:
 async def test_a_worker_that_keeps_ending_is_given_up(tmp_path: Path) -> None:
     made = Case(tmp_path, "model", "exit 3", max_restarts=2)
     failed = await made.launcher.failed
-    assert failed.exit_code == 3 and "3 times within a minute" in str(failed)
+    assert failed.exit_code == 3 and "3 times within" in str(failed)
     assert made.launcher.restarts == 2 and len(made.notes("loaded")) == 1
     await made.launcher.stop()
     assert made.launcher.template_pids() == []
