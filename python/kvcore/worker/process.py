@@ -21,7 +21,7 @@ from typing import Any
 
 from kvcore import wire
 from kvcore.config import WorkerLaunch, read_key_file
-from kvcore.errors import InternalError, InvalidArgument, KvcoreError, Unauthenticated
+from kvcore.errors import Corrupt, InternalError, InvalidArgument, KvcoreError, Unauthenticated
 from kvcore.prefix import PrefixEvents
 from kvcore.worker.loop import EngineLoop
 from kvcore.worker.request import Output, Request
@@ -78,7 +78,7 @@ class WorkerProcess:
         """Until ``stop`` or until no router is found; the exit code.
 
         The engine's thread keeps the caller's CPUs, this one goes on with ``cpus``, if any.
-        Raises InvalidArgument when a router is found that cannot use this worker.
+        Raises InvalidArgument when a router is found that has another key, or no use for it.
         """
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -98,6 +98,8 @@ class WorkerProcess:
             try:
                 key = read_key_file(self.launch.key_file) if self.launch.key_file else b""
                 await self._session(await wire.connect(self.launch.router, key, self.launch.role))
+            except Unauthenticated as error:
+                self._refusal = str(error)
             except (KvcoreError, OSError) as error:
                 log.warning("no router at %s: %s", self.launch.router, error)
             if self._refusal:  # asking again would change nothing
@@ -123,7 +125,7 @@ class WorkerProcess:
                 self._refusal = fields["message"]
                 return
             if kind != "hello_ack":
-                raise Unauthenticated(f"the router answered hello with {kind}")
+                raise Corrupt(f"it answered hello with {kind}")
             self._greeted = True
             self._send_snapshot()
             beats = self._heartbeats(fields["heartbeat_ms"] / 1e3)
