@@ -48,6 +48,8 @@ class Dispatcher:
     Args:
         index: who holds which key, rebuilt from the workers' events.
         keys_of: (a worker, tokens) -> (namespace digest of what it runs, keys of whole units).
+        serves: what workers must say of themselves: ``model_epoch``, and parts of ``page_spec`` by
+            name. What is not here the first worker to join decides.
         max_queue: requests that may wait here; more are refused with ``no_capacity``.
         max_wait_s: longest wait here, for room or for a worker that is on its way (``expect``).
         max_attempts: times one request is dispatched.
@@ -60,6 +62,7 @@ class Dispatcher:
         index: ClusterIndex,
         keys_of: KeysOf,
         *,
+        serves: Mapping[str, str] | None = None,
         max_queue: int = 256,
         max_wait_s: float = 60.0,
         max_attempts: int = 3,
@@ -70,6 +73,7 @@ class Dispatcher:
         self.workers: dict[bytes, Worker] = {}
         self.counters: collections.Counter[str] = collections.Counter()
         self._index, self._keys_of, self._new_id = index, keys_of, new_id
+        self._serves = serves or {}
         self._max_queue, self._max_wait_s = max_queue, max_wait_s
         self._max_attempts, self._rejoin_wait_s = max_attempts, rejoin_wait_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
@@ -165,6 +169,11 @@ class Dispatcher:
         """Why a worker cannot join, "" when it can: all share one model and page geometry."""
         if worker.role not in ("prefill", "decode", "mono"):
             return f"role = {worker.role!r}: must be prefill, decode or mono"
+        parts = (part.split("=", 1) for part in worker.page_spec.split() if "=" in part)
+        told = {"model_epoch": worker.model_epoch, **dict(parts)}
+        for field, wanted in self._serves.items():
+            if told.get(field) != wanted:
+                return f"{field} = {told.get(field)!r}, but this router serves {wanted!r}"
         for other in self.workers.values():
             for field in ("model_epoch", "page_spec"):
                 ours, theirs = getattr(other, field), getattr(worker, field)

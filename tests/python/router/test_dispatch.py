@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -481,6 +482,17 @@ def test_workers_of_another_model_are_refused() -> None:
     assert "page_spec" in world.dispatcher.refusal(other)
     assert "role" in world.dispatcher.refusal(Worker(MONO, 1, "king"))
     assert world.dispatcher.refusal(Worker(MONO, 1, "decode")) == ""
+
+
+def test_what_the_router_serves_is_not_for_the_first_worker_to_say() -> None:
+    world = World(serves={"model_epoch": "e", "page_size": "64"})
+    refusal = world.dispatcher.refusal
+    fitting = Worker(MONO, 1, "mono", model_epoch="e", page_spec="layers=1 page_size=64")
+    assert refusal(fitting) == ""
+    other = dataclasses.replace(fitting, page_spec="layers=1 page_size=32")
+    assert refusal(other) == "page_size = '32', but this router serves '64'"
+    assert "model_epoch = 'f'" in refusal(dataclasses.replace(fitting, model_epoch="f"))
+    assert "page_size = None" in refusal(dataclasses.replace(fitting, page_spec="page_size"))
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--router", required=True)
     parser.add_argument("--key-file", required=True)
     parser.add_argument("--dir", required=True)
-    parser.add_argument("--page-spec", default="spec")
+    parser.add_argument("--page-spec", default="page_size=64 format=bf16")
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--prefill-s", type=float, default=0.0)
     parser.add_argument("--mute-s", type=float, default=0.0)

@@ -287,6 +287,25 @@ def test_a_worker_of_another_geometry_is_refused(tmp_path: Path) -> None:
     assert len({json.loads(line)["role"] for line in lines}) == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("page_size=32 format=bf16", "page_size = '32', but this router serves '64'"),
+        ("page_size=64 format=f32", "format = 'f32', but this router serves 'bf16'"),
+        ("", "page_size = None, but"),
+    ],
+)
+def test_the_first_worker_too_must_be_of_what_is_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str, says: str
+) -> None:
+    deployed = stack(
+        tmp_path, ("mono", ["--page-spec", given]), config={"fleet": {"max_restarts": 0}}
+    )
+    with pytest.raises(WorkerFailed), deployed:
+        pass
+    assert says in caplog.text and not (tmp_path / "log").exists()
+
+
 def test_a_worker_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:
     deployed = stack(tmp_path, ("prefill", []), ("decode", ["--exit", "2"]))
     with pytest.raises(WorkerFailed, match="exit code 2") as caught, deployed:
