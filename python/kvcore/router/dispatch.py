@@ -252,10 +252,11 @@ class Dispatcher:
             "finished": self._finished,
             "failed": self._failed,
         }
-        senders = {"prefilled": {flight.prefill_id} - {flight.decode_id}}
-        senders["failed"] = {flight.prefill_id, flight.decode_id}
+        senders = {flight.decode_id}
+        if kind in ("prefilled", "failed"):
+            senders.add(flight.prefill_id)
         handler = handlers.get(kind)
-        if handler is None or worker.worker_id not in senders.get(kind, {flight.decode_id}):
+        if handler is None or worker.worker_id not in senders:
             self.counters["unknown_messages"] += 1
             return
         handler(flight, worker, fields)
@@ -270,8 +271,9 @@ class Dispatcher:
 
     def _prefilled(self, flight: Flight, worker: Worker, fields: Mapping[str, Any]) -> None:
         flight.phase = Phase.DECODING
-        names = ("cached_tokens", "kv_bytes", "transport", "prefill_s", "queue_s")
-        flight.facts |= {name: fields[name] for name in names}
+        if worker.worker_id == flight.decode_id:  # of the whole attempt, before its first token
+            flight.facts |= {name: fields[name] for name in fields if name != "request_id"}
+            return
         self._room = True
         worker.attempts.pop(flight.attempt_id, None)
         computed, seconds = fields["computed_tokens"], fields["prefill_s"]
@@ -473,7 +475,8 @@ class Dispatcher:
             prompt_tokens=len(flight.ask.tokens),
             completion_tokens=len(flight.emitted),
             cached_tokens=min(cached, len(flight.ask.tokens)),
-            computed_prompt_tokens=fields.get("computed_prompt_tokens", 0),
+            computed_prompt_tokens=known.get("computed_tokens", 0)
+            + (fields.get("computed_prompt_tokens", 0) if split else 0),
             kv_bytes=fields.get("kv_bytes") or known.get("kv_bytes", 0),
             transport=fields.get("transport") or known.get("transport", ""),
             arrived_fraction=fields.get("arrived_fraction") if split else None,

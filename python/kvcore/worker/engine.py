@@ -278,6 +278,7 @@ class Engine:
     def _admitted(self, seq: Sequence) -> None:
         """Called when ``seq`` got its pages."""
         if seq.admissions == 1:
+            seq.started_s = self.clock()
             self.counters["cached_tokens"] += seq.cached_tokens
 
     def _facts(self, seq: Sequence) -> dict[str, Any]:
@@ -288,7 +289,18 @@ class Engine:
         return self.plan
 
     def _sampled(self, seq: Sequence, token: Sampled) -> None:
+        if seq.num_tokens == seq.num_prompt:
+            self._tell("prefilled", seq, **self._prefilled(seq))
         self._accept(seq, token)
+
+    def _prefilled(self, seq: Sequence) -> dict[str, Any]:
+        """What this worker did for a prompt that is computed now."""
+        return {
+            "cached_tokens": seq.cached_tokens,
+            "computed_tokens": seq.computed_prompt_tokens,
+            "prefill_s": self.clock() - seq.started_s,
+            "queue_s": seq.started_s - seq.arrival_s,
+        }
 
     def _ended(self, seq: Sequence) -> None:
         """Called once as ``seq`` ends, before its pages are given back."""

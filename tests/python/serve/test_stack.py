@@ -78,6 +78,15 @@ def test_prefill_and_decode_through_http(tmp_path: Path) -> None:
         assert 'kvcore_router_events{event="dispatched"} 1.0' in metrics
 
 
+def test_how_an_answer_was_made_is_known_although_the_prefill_worker_tells_late(
+    tmp_path: Path,
+) -> None:
+    with stack(tmp_path, ("prefill", ["--told-s", "0.3"]), ("decode", [])) as s:
+        facts = ask(s.url).json()["kvcore"]
+    assert (facts["transport"], facts["prefill_s"], facts["kv_bytes"]) == (["shm"], [0.01], [5])
+    assert facts["computed_prompt_tokens"] == [len("hello")]
+
+
 def test_many_at_once(tmp_path: Path) -> None:
     with stack(tmp_path, *PAIR, ("decode", [])) as s:
         jobs = [in_background(s.url, f"prompt {i}" * 20, 20) for i in range(16)]
