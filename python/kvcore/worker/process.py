@@ -101,7 +101,8 @@ class WorkerProcess:
             except Unauthenticated as error:
                 self._refusal = str(error)
             except (KvcoreError, OSError) as error:
-                log.warning("no router at %s: %s", self.launch.router, error)
+                what = "lost the" if self._greeted else "no"
+                log.warning("%s router at %s: %s", what, self.launch.router, error)
             if self._refusal:  # asking again would change nothing
                 text = f"the router at {self.launch.router} refused this worker: {self._refusal}"
                 raise InvalidArgument(text)
@@ -171,9 +172,6 @@ class WorkerProcess:
             self._send_snapshot()
         elif kind == "drain":
             self._draining = True
-        elif kind == "stats":
-            stats = self.engine_loop.stats
-            self._put("stats_reply", {"names": list(stats), "values": list(stats.values())})
         else:
             log.warning("dropped a message of type %s", kind)
 
