@@ -245,18 +245,12 @@ class Dispatcher:
         if flight is None:
             self.counters["late_messages"] += 1
             return
-        handlers = {
-            "reserved": self._reserved,
-            "prefilled": self._prefilled,
-            "tokens": self._tokens,
-            "finished": self._finished,
-            "failed": self._failed,
-        }
-        senders = {flight.decode_id}
-        if kind in ("prefilled", "failed"):
-            senders.add(flight.prefill_id)
+        handlers = {"prefilled": self._prefilled, "failed": self._failed}
+        if worker.worker_id == flight.decode_id:
+            answer = {"tokens": self._tokens, "finished": self._finished}
+            handlers |= {"reserved": self._reserved, **answer}
         handler = handlers.get(kind)
-        if handler is None or worker.worker_id not in senders:
+        if handler is None or worker.worker_id not in (flight.prefill_id, flight.decode_id):
             self.counters["unknown_messages"] += 1
             return
         handler(flight, worker, fields)
@@ -289,12 +283,8 @@ class Dispatcher:
             self._retry(flight, failure)
             return
         top = max(0, flight.ask.num_logprobs)
-        new = Tokens(
-            ids[skip:],
-            list(fields["logprobs"])[skip:],
-            list(fields["top_ids"])[skip * top :],
-            list(fields["top_logprobs"])[skip * top :],
-        )
+        rows = (("logprobs", skip), ("top_ids", skip * top), ("top_logprobs", skip * top))
+        new = Tokens(ids[skip:], *(list(fields[name])[first:] for name, first in rows))
         flight.phase = Phase.DECODING
         load = worker.attempts[flight.attempt_id]
         if load.pending:  # a mono worker's prompt is computed
@@ -312,10 +302,11 @@ class Dispatcher:
         self._deliver(flight, done)
 
     def _failed(self, flight: Flight, worker: Worker, fields: Mapping[str, Any]) -> None:
-        failure = Failure(fields["code"], f"{worker.name}: {fields['message']}")
-        if not fields["retryable"]:
+        if not fields["retryable"]:  # about the request, whoever has it
+            failure = Failure(fields["code"], fields["message"])
             self._fail(flight, failure, gone={worker.worker_id})
             return
+        failure = Failure(fields["code"], f"{worker.name}: {fields['message']}")
         if fields["code"] == "draining":
             worker.draining = True
             flight.attempts -= 1

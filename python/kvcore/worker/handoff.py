@@ -2,9 +2,8 @@
 
 The decode side owns the request's output and grants pages for what its prefix cache lacks. The
 prefill side computes the prompt, publishes every (chunk, layer) as it is appended, samples the
-first token and sends it as the stream's payload, with what it did: the answer and its facts come
-from one worker, in order. All layers or nothing: a broken hand-over frees
-both sides' pages and is reported as retryable.
+first token and sends it as the stream's payload, with what it did, so that one worker tells all.
+All layers or nothing: a broken hand-over frees both sides' pages and is reported as retryable.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ def unpack_first(payload: bytes, vocab_size: int) -> tuple[Sampled, dict[str, An
     kind, fields = wire.decode(payload[cut:])
     ids = fields.get("token_ids", [])
     if head != "prefilled" or kind != "tokens" or len(ids) != 1 or not 0 <= ids[0] < vocab_size:
-        raise Corrupt(f"the payload holds {head}, and {kind} with token_ids {ids}, not a first token")
+        raise Corrupt(
+            f"the payload holds {head}, and {kind} with token_ids {ids}, not a first token"
+        )
     chosen = (fields[name] for name in ("token_ids", "logprobs", "top_ids", "top_logprobs"))
     return Sampled(*chosen), {name: done[name] for name in done if name != "request_id"}
 

@@ -97,9 +97,8 @@ class Sequence:
 
     ``token_ids`` int32 [max_total] holds the prompt and then what was generated; ``pages`` int32
     page ids in order, of which the first ``num_pages`` are held. ``computed_mark`` is the highest
-    ``num_computed`` ever reached: work below it is recomputation. ``started_s`` is when it first
-    had pages; ``extra`` is the role's own. ``kv_table``: of the sealer, from arrival on; 0 = pages
-    stay open.
+    ``num_computed`` ever reached: work below it is recomputation. ``started_s``: first had pages;
+    ``extra`` is the role's own; ``kv_table``: of the sealer, from arrival on, 0 = pages stay open.
     """
 
     request: Request

@@ -295,7 +295,7 @@ async def test_a_router_that_has_another_key_is_not_asked_again(tmp_path) -> Non
     launch = WorkerLaunch(role="mono", router=server.address, key_file="")
     parts = rig(secret=b"s" * 32)
     worker = WorkerProcess(launch, Engine(parts.model, parts.memory, parts.plan), ABOUT)
-    with pytest.raises(InvalidArgument, match="refused this worker: .*pre-shared key"):
+    with pytest.raises(InvalidArgument, match=r"refused this worker: .*pre-shared key"):
         await worker.run()
     assert not worker.engine_loop.alive
     await server.close()
