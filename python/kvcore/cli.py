@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or a model that cannot be had.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import ctypes
 import dataclasses
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcore import __version__, config
-from kvcore.errors import InvalidArgument, KvcoreError, Unsupported
+from kvcore.errors import InvalidArgument, KvcoreError, Unauthenticated, Unsupported
 
 if TYPE_CHECKING:
     from kvcore.serve.codec import ModelCodec
@@ -258,11 +259,11 @@ def _run_worker(options: dict[str, Any], settings: config.Config, shared: Loaded
 
 
 def _check_router(address: str, key_file: str) -> None:
-    """Refuse an address that no connection can be made to, before a model is loaded."""
+    """Refuse an address that no connection can be made to, and a key that the router there does
+    not have, before a model is loaded; a router may come later."""
     from kvcore import wire
 
-    if key_file:
-        config.read_key_file(key_file)
+    key = config.read_key_file(key_file) if key_file else b""
     try:
         scheme, host, port = wire.parse_address(address)
     except InvalidArgument as error:
@@ -273,6 +274,17 @@ def _check_router(address: str, key_file: str) -> None:
         raise InvalidArgument(
             f"--router {address}: not a loopback address, --key-file FILE is needed"
         )
+
+    async def knock() -> None:
+        await (await wire.connect(address, key)).close()
+
+    try:
+        asyncio.run(knock())
+    except Unauthenticated as error:
+        wrong = f"its key is not that of --key-file {key_file}" if key else "it wants a --key-file"
+        raise InvalidArgument(f"--router {address}: {wrong}: {error}") from error
+    except (KvcoreError, OSError) as error:
+        log.warning("no router at %s yet: %s", address, error)
 
 
 @contextlib.contextmanager

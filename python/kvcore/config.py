@@ -24,6 +24,8 @@ from typing import Any, TypeVar, cast, get_type_hints
 from kvcore.errors import InvalidArgument
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+PAGE_FORMATS = {"bfloat16": "bf16", "float32": "f32"}
+"""What pages hold of a model that computes in a dtype."""
 T = TypeVar("T")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

@@ -158,6 +158,7 @@ class Pair:
         self.decode = DecodeEngine(*decode, endpoint=self.receiver, **options)
         self.requests: dict[bytes, Request] = {}
         self.answers: dict[bytes, Answer] = {}
+        self.sent: dict[bytes, dict[str, Any]] = {}  # what the prefill side told of them
 
     def submit(self, each: Request) -> None:
         self.requests[each.request_id] = each
@@ -177,7 +178,7 @@ class Pair:
         take(self.answers, [output for output in told if output.kind != "reserved"])
         for output in self.prefill.step():
             if output.kind == "prefilled":
-                take(self.answers, [output])
+                self.sent[output.fields["request_id"]] = output.fields
         if self.steps == steps:
             time.sleep(0.0002)
 

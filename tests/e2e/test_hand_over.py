@@ -42,7 +42,11 @@ def check_equal(model: Any, pair: Pair, sizes: list[int], page_size: int) -> Non
         assert got.end["computed_prompt_tokens"] == 0
         assert got.end["prompt_tokens"] == size and got.end["reason"] == "length"
         assert got.end["kv_bytes"] == got.prefilled["kv_bytes"] == kv_bytes(pair, size)
-        assert got.prefilled["computed_tokens"] == size
+        assert got.prefilled["computed_tokens"] == want.prefilled["computed_tokens"] == size
+        assert got.prefilled["prefill_s"] > 0 and want.prefilled["prefill_s"] > 0
+        waited = {"queue_s": got.prefilled["queue_s"]}  # for pages on both sides
+        told = pair.sent[got.end["request_id"]]
+        assert got.prefilled == told | waited and waited["queue_s"] > told["queue_s"] > 0
         for engine in (mono, pair.prefill, pair.decode):
             engine.memory.tree.clear()
     assert pair.decode.counters["computed_prompt_tokens"] == 0

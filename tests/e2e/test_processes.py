@@ -125,7 +125,9 @@ async def test_two_workers_equal_one_process_and_share_prefixes(
         for (tokens, options), stream in zip(asked, streams, strict=True):
             got, done = await made.answer(stream)
             assert got == alone(tiny, tokens, 10, **options)
-            assert done.computed_prompt_tokens == 0 and done.transport == "tcp"
+            cached = done.cached_tokens
+            assert done.computed_prompt_tokens == len(tokens) - cached and cached < len(tokens)
+            assert done.transport == "tcp" and done.prefill_s > 0 and done.queue_s > 0
             pages = -(-len(tokens) // 64)
             assert done.kv_bytes == 3 * pages * tiny.page_spec(64).slice_bytes
         turn = [*prompt(333), *prompt(20)]

@@ -10,7 +10,7 @@ class MovedPages:
 class LayerCall:
     """Append and attend of one layer by a plan or step, on tensors of ``exchange``'s framework.
 
-    The output, ``out`` if given; None for tensors that need a copy or are of another shape or dtype.
+    The output, ``out`` if given; None for tensors that need a copy or are of another shape.
     """
 
     def __init__(

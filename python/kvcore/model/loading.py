@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from kvcore.config import PAGE_FORMATS
 from kvcore.errors import InvalidArgument, Unsupported
 from kvcore.model.config import FLAT_FAMILIES, ModelConfig, read_hf_config, refusal
 from kvcore.model.flat import Attend, FlatDecoder
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_PAGE_FORMATS = {"bfloat16": "bf16", "float32": "f32"}
 
 
 class Decoder(Protocol):
@@ -80,7 +80,7 @@ class Model:
             head_dim_k=c.head_dim,
             head_dim_v=c.head_dim_v,
             page_size=page_size,
-            format=format or _PAGE_FORMATS[self.dtype],
+            format=format or PAGE_FORMATS[self.dtype],
         )
 
     def kv_statistics(self, page_size: int = 64) -> Statistics:

@@ -48,6 +48,8 @@ class Dispatcher:
     Args:
         index: who holds which key, rebuilt from the workers' events.
         keys_of: (a worker, tokens) -> (namespace digest of what it runs, keys of whole units).
+        serves: what workers must say of themselves: ``model_epoch``, and parts of ``page_spec`` by
+            name. What is not here the first worker to join decides.
         max_queue: requests that may wait here; more are refused with ``no_capacity``.
         max_wait_s: longest wait here, for room or for a worker that is on its way (``expect``).
         max_attempts: times one request is dispatched.
@@ -60,6 +62,7 @@ class Dispatcher:
         index: ClusterIndex,
         keys_of: KeysOf,
         *,
+        serves: Mapping[str, str] | None = None,
         max_queue: int = 256,
         max_wait_s: float = 60.0,
         max_attempts: int = 3,
@@ -70,6 +73,7 @@ class Dispatcher:
         self.workers: dict[bytes, Worker] = {}
         self.counters: collections.Counter[str] = collections.Counter()
         self._index, self._keys_of, self._new_id = index, keys_of, new_id
+        self._serves = serves or {}
         self._max_queue, self._max_wait_s = max_queue, max_wait_s
         self._max_attempts, self._rejoin_wait_s = max_attempts, rejoin_wait_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
@@ -165,6 +169,11 @@ class Dispatcher:
         """Why a worker cannot join, "" when it can: all share one model and page geometry."""
         if worker.role not in ("prefill", "decode", "mono"):
             return f"role = {worker.role!r}: must be prefill, decode or mono"
+        parts = (part.split("=", 1) for part in worker.page_spec.split() if "=" in part)
+        told = {"model_epoch": worker.model_epoch, **dict(parts)}
+        for field, wanted in self._serves.items():
+            if told.get(field) != wanted:
+                return f"{field} = {told.get(field)!r}, but this router serves {wanted!r}"
         for other in self.workers.values():
             for field in ("model_epoch", "page_spec"):
                 ours, theirs = getattr(other, field), getattr(worker, field)
@@ -236,17 +245,12 @@ class Dispatcher:
         if flight is None:
             self.counters["late_messages"] += 1
             return
-        handlers = {
-            "reserved": self._reserved,
-            "prefilled": self._prefilled,
-            "tokens": self._tokens,
-            "finished": self._finished,
-            "failed": self._failed,
-        }
-        senders = {"prefilled": {flight.prefill_id} - {flight.decode_id}}
-        senders["failed"] = {flight.prefill_id, flight.decode_id}
+        handlers = {"prefilled": self._prefilled, "failed": self._failed}
+        if worker.worker_id == flight.decode_id:
+            answer = {"tokens": self._tokens, "finished": self._finished}
+            handlers |= {"reserved": self._reserved, **answer}
         handler = handlers.get(kind)
-        if handler is None or worker.worker_id not in senders.get(kind, {flight.decode_id}):
+        if handler is None or worker.worker_id not in (flight.prefill_id, flight.decode_id):
             self.counters["unknown_messages"] += 1
             return
         handler(flight, worker, fields)
@@ -261,8 +265,9 @@ class Dispatcher:
 
     def _prefilled(self, flight: Flight, worker: Worker, fields: Mapping[str, Any]) -> None:
         flight.phase = Phase.DECODING
-        names = ("cached_tokens", "kv_bytes", "transport", "prefill_s", "queue_s")
-        flight.facts |= {name: fields[name] for name in names}
+        if worker.worker_id == flight.decode_id:  # of the whole attempt, before its first token
+            flight.facts |= {name: fields[name] for name in fields if name != "request_id"}
+            return
         self._room = True
         worker.attempts.pop(flight.attempt_id, None)
         computed, seconds = fields["computed_tokens"], fields["prefill_s"]
@@ -278,12 +283,8 @@ class Dispatcher:
             self._retry(flight, failure)
             return
         top = max(0, flight.ask.num_logprobs)
-        new = Tokens(
-            ids[skip:],
-            list(fields["logprobs"])[skip:],
-            list(fields["top_ids"])[skip * top :],
-            list(fields["top_logprobs"])[skip * top :],
-        )
+        rows = (("logprobs", skip), ("top_ids", skip * top), ("top_logprobs", skip * top))
+        new = Tokens(ids[skip:], *(list(fields[name])[first:] for name, first in rows))
         flight.phase = Phase.DECODING
         load = worker.attempts[flight.attempt_id]
         if load.pending:  # a mono worker's prompt is computed
@@ -301,10 +302,11 @@ class Dispatcher:
         self._deliver(flight, done)
 
     def _failed(self, flight: Flight, worker: Worker, fields: Mapping[str, Any]) -> None:
-        failure = Failure(fields["code"], f"{worker.name}: {fields['message']}")
-        if not fields["retryable"]:
+        if not fields["retryable"]:  # about the request, whoever has it
+            failure = Failure(fields["code"], fields["message"])
             self._fail(flight, failure, gone={worker.worker_id})
             return
+        failure = Failure(fields["code"], f"{worker.name}: {fields['message']}")
         if fields["code"] == "draining":
             worker.draining = True
             flight.attempts -= 1
@@ -464,7 +466,8 @@ class Dispatcher:
             prompt_tokens=len(flight.ask.tokens),
             completion_tokens=len(flight.emitted),
             cached_tokens=min(cached, len(flight.ask.tokens)),
-            computed_prompt_tokens=fields.get("computed_prompt_tokens", 0),
+            computed_prompt_tokens=known.get("computed_tokens", 0)
+            + (fields.get("computed_prompt_tokens", 0) if split else 0),
             kv_bytes=fields.get("kv_bytes") or known.get("kv_bytes", 0),
             transport=fields.get("transport") or known.get("transport", ""),
             arrived_fraction=fields.get("arrived_fraction") if split else None,

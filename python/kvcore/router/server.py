@@ -79,6 +79,8 @@ class Router:
         except asyncio.TimeoutError:
             await connection.close(f"no hello within {_HELLO_S:g} s")
             return
+        except PeerDead:  # it only tried its key
+            return
         if kind != "hello":
             await connection.close(f"expected hello, got {kind}")
             return

@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 
-from kvcore.config import Config, deployment_secret, make_key_file, read_key_file
+from kvcore.config import PAGE_FORMATS, Config, deployment_secret, make_key_file, read_key_file
 from kvcore.errors import InvalidArgument, IoError
 from kvcore.prefix import ClusterIndex
 from kvcore.router.dispatch import Dispatcher
@@ -97,6 +97,7 @@ class Deployment:
     Args:
         config: the whole configuration; codec: the model's tokenizer.
         names: model names for clients; model: what the workers are told to load.
+        epoch: digest of the model's weights; workers of others are refused.
         specs: worker processes instead of those of ``config.fleet``.
     """
 
@@ -106,10 +107,11 @@ class Deployment:
         codec: TextCodec,
         names: Sequence[str],
         model: str,
+        epoch: str,
         specs: Sequence[ProcessSpec] | None = None,
     ) -> None:
         self._config, self._codec, self._names = config, codec, names
-        self._model, self._specs = model, specs
+        self._model, self._epoch, self._specs = model, epoch, specs
         self._stack = contextlib.AsyncExitStack()
         self.url = ""
         self.runtime_dir = Path()
@@ -166,7 +168,7 @@ class Deployment:
         return [worker.pid for worker in workers if worker.role == role]
 
     def _make_router(self) -> Router:
-        router, http = self._config.router, self._config.http
+        router, http, worker = self._config.router, self._config.http, self._config.worker
         if router.key_file:
             self.key_file = Path(router.key_file).resolve()
             key = read_key_file(self.key_file)
@@ -175,7 +177,12 @@ class Deployment:
             key = make_key_file(self.key_file)
         dispatcher = Dispatcher(
             ClusterIndex(),
-            keys_under(deployment_secret(), self._config.worker.dtype),
+            keys_under(deployment_secret(), worker.dtype),
+            serves={
+                "model_epoch": self._epoch,
+                "page_size": str(worker.page_size),
+                "format": PAGE_FORMATS[worker.dtype],
+            },
             max_queue=http.max_queue,
             max_wait_s=http.max_wait_s,
             max_attempts=router.max_attempts,

@@ -30,10 +30,10 @@ def run(config: Config) -> int:
     _check(config)
     with progress(f"model {config.model}"):
         files = hub.resolve(config.model)
-        codec = ModelCodec(files.path)
+        codec, epoch = ModelCodec(files.path), hub.weights_digest(files)
     names = [config.http.served_name or files.model_id, config.model, files.model_id]
     try:
-        return asyncio.run(_serve(config, codec, names))
+        return asyncio.run(_serve(config, codec, names, epoch))
     except WorkerFailed as error:
         log.error("%s", error)
         return 2 if error.exit_code == 2 else 1
@@ -55,7 +55,7 @@ def _check(config: Config) -> None:
     bind_http(config.http.host, config.http.port).close()
 
 
-async def _serve(config: Config, codec: ModelCodec, names: list[str]) -> int:
+async def _serve(config: Config, codec: ModelCodec, names: list[str], epoch: str) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -64,7 +64,7 @@ async def _serve(config: Config, codec: ModelCodec, names: list[str]) -> int:
     fleet = config.fleet
     count = fleet.prefill + fleet.decode + fleet.mono
     stopped = asyncio.create_task(stop.wait())
-    async with Deployment(config, codec, names, config.model) as deployment:
+    async with Deployment(config, codec, names, config.model, epoch) as deployment:
         _say(f"kvcore: listening on {deployment.url}")
         key_file, address = deployment.key_file, deployment.router.address
         log.info("workers may join with --router %s --key-file %s", address, key_file)

@@ -120,8 +120,8 @@ class Engine:
             self.memory.sealer.step(busy=bool(self.scheduler.running))
         rows = self.scheduler.schedule()
         while self.scheduler.stuck:
-            text = "the pages of this request cannot be sealed, and open ones do not fit"
-            self._fail(self.scheduler.stuck.pop(), "out_of_pages", text)
+            text = "the KV of this request fits only compressed, and that could not be done"
+            self._fail(self.scheduler.stuck.pop(), "kv_cannot_be_compressed", text)
         for seq in self.scheduler.take_admitted():
             try:
                 self._admitted(seq)
@@ -278,6 +278,7 @@ class Engine:
     def _admitted(self, seq: Sequence) -> None:
         """Called when ``seq`` got its pages."""
         if seq.admissions == 1:
+            seq.started_s = self.clock()
             self.counters["cached_tokens"] += seq.cached_tokens
 
     def _facts(self, seq: Sequence) -> dict[str, Any]:
@@ -288,7 +289,15 @@ class Engine:
         return self.plan
 
     def _sampled(self, seq: Sequence, token: Sampled) -> None:
+        if seq.num_tokens == seq.num_prompt:
+            self._tell("prefilled", seq, **self._prefilled(seq))
         self._accept(seq, token)
+
+    def _prefilled(self, seq: Sequence) -> dict[str, Any]:
+        """What this worker did for a prompt that is computed now."""
+        done = {"cached_tokens": seq.cached_tokens, "computed_tokens": seq.computed_prompt_tokens}
+        began = seq.started_s
+        return done | {"prefill_s": self.clock() - began, "queue_s": began - seq.arrival_s}
 
     def _ended(self, seq: Sequence) -> None:
         """Called once as ``seq`` ends, before its pages are given back."""

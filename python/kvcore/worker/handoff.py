@@ -2,14 +2,14 @@
 
 The decode side owns the request's output and grants pages for what its prefix cache lacks. The
 prefill side computes the prompt, publishes every (chunk, layer) as it is appended, samples the
-first token and sends it as the stream's payload. All layers or nothing: a broken hand-over frees
-both sides' pages and is reported as retryable.
+first token and sends it as the stream's payload, with what it did, so that one worker tells all.
+All layers or nothing: a broken hand-over frees both sides' pages and is reported as retryable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcore import wire
@@ -21,23 +21,25 @@ from kvcore.worker.request import Request, Sequence, State
 from kvcore.worker.scheduler import Row
 
 
-def pack_first(token: Sampled, seq: Sequence) -> bytes:
+def pack_first(token: Sampled, request_id: bytes, done: dict[str, Any]) -> bytes:
     """The stream's payload: what the prefill side did, and the first token, as two messages."""
-    name = {"request_id": seq.request_id}
-    head = wire.encode("prefilled", name | {"cached_tokens": seq.cached_tokens})
+    name = {"request_id": request_id}
+    head = wire.encode("prefilled", name | done)
     return len(head).to_bytes(4, "little") + head + wire.encode("tokens", name | vars(token))
 
 
-def unpack_first(payload: bytes, vocab_size: int) -> tuple[Sampled, int]:
-    """The first token and how many the prefill side had cached. Raises Corrupt."""
+def unpack_first(payload: bytes, vocab_size: int) -> tuple[Sampled, dict[str, Any]]:
+    """The first token and what the prefill side did. Raises Corrupt."""
     cut = 4 + int.from_bytes(payload[:4], "little")
-    _, done = wire.decode(payload[4:cut])
+    head, done = wire.decode(payload[4:cut])
     kind, fields = wire.decode(payload[cut:])
     ids = fields.get("token_ids", [])
-    if kind != "tokens" or len(ids) != 1 or not 0 <= ids[0] < vocab_size:
-        raise Corrupt(f"the payload holds {kind} with token_ids {ids}, not a first token")
+    if head != "prefilled" or kind != "tokens" or len(ids) != 1 or not 0 <= ids[0] < vocab_size:
+        raise Corrupt(
+            f"the payload holds {head}, and {kind} with token_ids {ids}, not a first token"
+        )
     chosen = (fields[name] for name in ("token_ids", "logprobs", "top_ids", "top_logprobs"))
-    return Sampled(*chosen), int(done.get("cached_tokens", 0))
+    return Sampled(*chosen), {name: done[name] for name in done if name != "request_id"}
 
 
 class _StreamEngine(Engine):
@@ -86,23 +88,24 @@ class DecodeEngine(_StreamEngine):
 
     def _received(self, seq: Sequence, payload: bytes, stats: Any) -> None:
         try:
-            token, cached = unpack_first(payload, self.model.config.vocab_size)
+            token, done = unpack_first(payload, self.model.config.vocab_size)
         except Corrupt as error:
             self._fail(seq, "corrupt", str(error), retryable=True)
             return
-        seq.extra = {
-            "cached_tokens": cached,
-            "kv_bytes": stats.bytes,
+        moved = {"kv_bytes": stats.bytes, "transport": stats.transport}
+        seq.extra = moved | {
+            "cached_tokens": done["cached_tokens"],
             "arrived_fraction": stats.arrived_fraction,
             # From the end of prefill to here, where the first decode step begins.
             "exposed_s": self.clock() - stats.commit_ns * 1e-9 if stats.same_clock else 0.0,
-            "transport": stats.transport,
         }
+        done["queue_s"] += seq.started_s - seq.arrival_s
         self.counters["kv_bytes_received"] += stats.bytes
         self.scheduler.received(seq)
         seq.num_computed = seq.computed_mark = seq.num_prompt
         self.memory.publish(seq)
         self.memory.fill(seq)
+        self._tell("prefilled", seq, **(done | moved))
         self._accept(seq, token)
 
     def _ended(self, seq: Sequence) -> None:
@@ -115,13 +118,12 @@ class DecodeEngine(_StreamEngine):
 
 @dataclass
 class _Handover:
-    """A prompt's way out of the prefill worker: where to, and when what happened."""
+    """A prompt's way out of the prefill worker: where to, and what was done for it."""
 
     grant: bytes
     start_token: int
     sender: Any = None
-    started_s: float = 0.0
-    committed_s: float = 0.0
+    done: dict[str, Any] = field(default_factory=dict)
 
 
 class PrefillEngine(_StreamEngine):
@@ -173,23 +175,13 @@ class PrefillEngine(_StreamEngine):
                 self._fail(self._live[request_id], snake(rest[0]), rest[1], retryable=True)
 
     def _sent(self, seq: Sequence, stats: Any) -> None:
-        handover = seq.extra
         self.counters["kv_bytes_sent"] += stats.bytes
-        self._tell(
-            "prefilled",
-            seq,
-            cached_tokens=seq.cached_tokens,
-            computed_tokens=seq.computed_prompt_tokens,
-            kv_bytes=stats.bytes,
-            transport=stats.transport,
-            prefill_s=handover.committed_s - handover.started_s,
-            queue_s=handover.started_s - seq.arrival_s,
-        )
+        moved = {"kv_bytes": stats.bytes, "transport": stats.transport}
+        self._tell("prefilled", seq, **(seq.extra.done | moved))
 
     def _admitted(self, seq: Sequence) -> None:
         super()._admitted(seq)
         handover = seq.extra
-        handover.started_s = self.clock()
         first = handover.start_token // seq.page_size
         last = -(-seq.num_prompt // seq.page_size)
         handover.sender = self.endpoint.open(handover.grant, seq.pages[first:last].tolist())
@@ -203,8 +195,8 @@ class PrefillEngine(_StreamEngine):
 
     def _sampled(self, seq: Sequence, token: Sampled) -> None:
         """The prompt is done: the stream holds the pages it still reads, the cache the rest."""
-        seq.extra.sender.commit(pack_first(token, seq))
-        seq.extra.committed_s = self.clock()
+        seq.extra.done = self._prefilled(seq)
+        seq.extra.sender.commit(pack_first(token, seq.request_id, seq.extra.done))
         del self._live[seq.request_id]
         self._sending[seq.request_id] = seq
         self.scheduler.remove(seq)

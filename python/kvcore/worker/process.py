@@ -21,7 +21,7 @@ from typing import Any
 
 from kvcore import wire
 from kvcore.config import WorkerLaunch, read_key_file
-from kvcore.errors import InternalError, InvalidArgument, KvcoreError, Unauthenticated
+from kvcore.errors import Corrupt, InternalError, InvalidArgument, KvcoreError, Unauthenticated
 from kvcore.prefix import PrefixEvents
 from kvcore.worker.loop import EngineLoop
 from kvcore.worker.request import Output, Request
@@ -78,7 +78,7 @@ class WorkerProcess:
         """Until ``stop`` or until no router is found; the exit code.
 
         The engine's thread keeps the caller's CPUs, this one goes on with ``cpus``, if any.
-        Raises InvalidArgument when a router is found that cannot use this worker.
+        Raises InvalidArgument when a router is found that has another key, or no use for it.
         """
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -98,8 +98,11 @@ class WorkerProcess:
             try:
                 key = read_key_file(self.launch.key_file) if self.launch.key_file else b""
                 await self._session(await wire.connect(self.launch.router, key, self.launch.role))
+            except Unauthenticated as error:
+                self._refusal = str(error)
             except (KvcoreError, OSError) as error:
-                log.warning("no router at %s: %s", self.launch.router, error)
+                what = "lost the" if self._greeted else "no"
+                log.warning("%s router at %s: %s", what, self.launch.router, error)
             if self._refusal:  # asking again would change nothing
                 text = f"the router at {self.launch.router} refused this worker: {self._refusal}"
                 raise InvalidArgument(text)
@@ -123,7 +126,7 @@ class WorkerProcess:
                 self._refusal = fields["message"]
                 return
             if kind != "hello_ack":
-                raise Unauthenticated(f"the router answered hello with {kind}")
+                raise Corrupt(f"it answered hello with {kind}")
             self._greeted = True
             self._send_snapshot()
             beats = self._heartbeats(fields["heartbeat_ms"] / 1e3)
@@ -169,9 +172,6 @@ class WorkerProcess:
             self._send_snapshot()
         elif kind == "drain":
             self._draining = True
-        elif kind == "stats":
-            stats = self.engine_loop.stats
-            self._put("stats_reply", {"names": list(stats), "values": list(stats.values())})
         else:
             log.warning("dropped a message of type %s", kind)
 

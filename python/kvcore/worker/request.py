@@ -75,8 +75,8 @@ class Request:
 
 
 class Output(NamedTuple):
-    """One message to the router: ``tokens`` (a stop token included), ``finished``, ``failed``,
-    ``reserved`` or ``prefilled``, with the fields of that message."""
+    """One message to the router: ``prefilled`` before the first ``tokens`` (a stop token included),
+    ``finished``, ``failed`` or ``reserved``, with the fields of that message."""
 
     kind: str
     fields: dict[str, Any]
@@ -97,8 +97,8 @@ class Sequence:
 
     ``token_ids`` int32 [max_total] holds the prompt and then what was generated; ``pages`` int32
     page ids in order, of which the first ``num_pages`` are held. ``computed_mark`` is the highest
-    ``num_computed`` ever reached: work below it is recomputation. ``extra`` is the role's own.
-    ``kv_table``: of the sealer, from arrival on; 0 = pages stay open.
+    ``num_computed`` ever reached: work below it is recomputation. ``started_s``: first had pages;
+    ``extra`` is the role's own; ``kv_table``: of the sealer, from arrival on, 0 = pages stay open.
     """
 
     request: Request
@@ -113,6 +113,7 @@ class Sequence:
     num_pages: int = 0
     num_filled: int = 0
     computed_mark: int = 0
+    started_s: float = 0.0
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
     recomputed_tokens: int = 0

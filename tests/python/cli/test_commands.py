@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kvcore import cli, info
+from kvcore import cli, info, wire
+from kvcore.config import make_key_file
+from kvcore.errors import KvcoreError
 from kvcore.serve.launcher import assign_cpus
 from support import served_model
 
@@ -90,6 +97,56 @@ def test_wrong_usage_exits_2(
     code, _, err = kvcore(capsys, *argv)
     assert code == 2
     assert message in err
+
+
+@contextlib.contextmanager
+def router(folder: Path, key: bytes) -> Iterator[str]:
+    """A router of this key in a thread; its address."""
+    up, loop = threading.Event(), asyncio.new_event_loop()
+
+    async def handler(connection: wire.Connection) -> None:
+        pytest.fail("a worker got in")
+
+    def run() -> None:
+        server = loop.run_until_complete(wire.serve(f"unix:{folder}/r.sock", key, handler))
+        up.set()
+        loop.run_forever()
+        loop.run_until_complete(server.close())
+        loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert up.wait(10)
+    yield f"unix:{folder}/r.sock"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_wrong_key_is_refused_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path, given: bool
+) -> None:
+    make_key_file(tmp_path / "other.key")
+    argv = ["--key-file", str(tmp_path / "other.key")] if given else []
+    with router(tmp_path, make_key_file(tmp_path / "own.key")) as address:
+        command = ("worker", "prefill", "--router", address, "--model", str(tiny))
+        code, _, err = kvcore(capsys, *command, *argv)
+    assert code == 2
+    assert f"--router {address}: " in err and "did not prove the pre-shared key" in err
+    assert (f"{tmp_path}/other.key" if given else "it wants a --key-file") in err
+
+
+def test_a_router_that_is_not_there_yet_does_not_keep_the_model_from_loading(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def build(*args: Any) -> None:
+        raise KvcoreError("loading")
+
+    monkeypatch.setattr("kvcore.worker.build.build_worker", build)
+    code, _, err = kvcore(capsys, "worker", "mono", "--router", f"unix:{tmp_path}/r.sock")
+    assert code == 1 and "loading" in err and f"no router at unix:{tmp_path}/r.sock yet" in err
 
 
 def test_an_unknown_log_level_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -122,15 +123,17 @@ def test_prefill_and_decode() -> None:
     assert [(s.worker_id, s.type) for s in sends] == [(PREFILL, "prefill")]
     assert (sends[0].fields["grant"], sends[0].fields["start_token"]) == (b"grant", 64)
     assert sends[0].fields["tokens"] == list(range(10))
-    world.says(PREFILL, "prefilled", attempt)
+    world.says(PREFILL, "prefilled", attempt, prefill_s=9.0)
+    world.says(DECODE, "prefilled", attempt)
     world.says(DECODE, "tokens", attempt, token_ids=[1])
     world.says(DECODE, "tokens", attempt, token_ids=[2, 99], first_index=1)
-    world.says(DECODE, "finished", attempt)
+    world.says(DECODE, "finished", attempt, computed_prompt_tokens=1)
     assert world.ids("a") == [1, 2, 99]
     done = world.out("a")[-1]
     assert isinstance(done, Done)
     assert (done.reason, done.prompt_tokens, done.completion_tokens) == ("stop", 10, 3)
     assert (done.cached_tokens, done.kv_bytes, done.transport) == (3, 700, "shm")
+    assert (done.computed_prompt_tokens, done.prefill_s, done.queue_s) == (7 + 1, 0.5, 0.1)
     assert done.arrived_fraction == 0.99
     assert world.dispatcher.num_running == world.dispatcher.num_waiting == 0
     assert all(not w.attempts for w in world.dispatcher.workers.values())
@@ -140,21 +143,31 @@ def test_mono() -> None:
     world = World((MONO, "mono"))
     sends = world.ask("a")
     assert [(s.worker_id, s.type) for s in sends] == [(MONO, "generate")]
+    world.says(MONO, "prefilled", attempt_of(sends))
     world.says(MONO, "tokens", attempt_of(sends), token_ids=[4])
-    world.says(MONO, "finished", attempt_of(sends), reason="length", cached_tokens=64)
+    assert world.dispatcher.workers[MONO].attempts[attempt_of(sends)].pending == 0
+    world.says(MONO, "finished", attempt_of(sends), reason="length", computed_prompt_tokens=7)
     done = world.out("a")[-1]
     assert isinstance(done, Done) and done.arrived_fraction is None
+    assert (done.computed_prompt_tokens, done.prefill_s, done.queue_s) == (7, 0.5, 0.1)
 
 
-def test_tokens_before_prefilled() -> None:
+@pytest.mark.parametrize("stopped", [True, False])
+def test_what_the_prefill_worker_says_late_is_not_missed(stopped: bool) -> None:
+    """All of an answer and how it was made comes from one worker, in order."""
     world = pair()
     attempt = attempt_of(world.ask("a"))
     world.says(DECODE, "reserved", attempt)
+    world.says(DECODE, "prefilled", attempt)
     world.says(DECODE, "tokens", attempt, token_ids=[1])
-    world.says(DECODE, "finished", attempt, kv_bytes=5, cached_tokens=2)
+    if stopped:
+        world.take(world.dispatcher.finish(b"a".ljust(16), world.now))
+    else:
+        world.says(DECODE, "finished", attempt)
     world.says(PREFILL, "prefilled", attempt)
     done = world.out("a")[-1]
-    assert isinstance(done, Done) and (done.kv_bytes, done.cached_tokens) == (5, 2)
+    assert isinstance(done, Done) and (done.prefill_s, done.kv_bytes) == (0.5, 700)
+    assert (done.cached_tokens, done.computed_prompt_tokens) == (3, 7)
     assert world.dispatcher.counters["late_messages"] == 1
 
 
@@ -481,6 +494,17 @@ def test_workers_of_another_model_are_refused() -> None:
     assert "page_spec" in world.dispatcher.refusal(other)
     assert "role" in world.dispatcher.refusal(Worker(MONO, 1, "king"))
     assert world.dispatcher.refusal(Worker(MONO, 1, "decode")) == ""
+
+
+def test_what_the_router_serves_is_not_for_the_first_worker_to_say() -> None:
+    world = World(serves={"model_epoch": "e", "page_size": "64"})
+    refusal = world.dispatcher.refusal
+    fitting = Worker(MONO, 1, "mono", model_epoch="e", page_spec="layers=1 page_size=64")
+    assert refusal(fitting) == ""
+    other = dataclasses.replace(fitting, page_spec="layers=1 page_size=32")
+    assert refusal(other) == "page_size = '32', but this router serves '64'"
+    assert "model_epoch = 'f'" in refusal(dataclasses.replace(fitting, model_epoch="f"))
+    assert "page_size = None" in refusal(dataclasses.replace(fitting, page_spec="page_size"))
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -101,11 +101,13 @@ class FakeWorker:
     async def prefill(self, fields: dict[str, Any]) -> None:
         await asyncio.sleep(self.o.prefill_s)
         _, writer = await asyncio.open_unix_connection(fields["grant"].decode())
-        writer.write(fields["request_id"] + bytes([next_token(fields["tokens"])]))
-        await writer.drain()
-        writer.close()
         known = {"request_id": fields["request_id"], "computed_tokens": len(fields["tokens"])}
         known |= {"kv_bytes": 100 * len(fields["tokens"]), "transport": "shm", "prefill_s": 0.01}
+        first = bytes([next_token(fields["tokens"])])
+        writer.write(fields["request_id"] + first + wire.encode("prefilled", known))
+        await writer.drain()
+        writer.close()
+        await asyncio.sleep(self.o.told_s)
         self.conn.send_nowait("prefilled", known)
         self.jobs.pop(fields["request_id"])
         if fields["keys"]:
@@ -114,9 +116,10 @@ class FakeWorker:
             self.conn.send_nowait("prefix_events", {**event, "stored": fields["keys"]})
 
     async def arrival(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        data = await reader.readexactly(17)
+        data = await reader.read()
         fields = self.reserved.pop(data[:16], None)
         if fields is not None:
+            self.conn.send_nowait(*wire.decode(data[17:]))
             job = asyncio.create_task(self.generate(fields, [data[16]]))
             self.jobs[data[:16]] = job
 
@@ -153,9 +156,10 @@ def main() -> None:
     parser.add_argument("--router", required=True)
     parser.add_argument("--key-file", required=True)
     parser.add_argument("--dir", required=True)
-    parser.add_argument("--page-spec", default="spec")
+    parser.add_argument("--page-spec", default="page_size=64 format=bf16")
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--prefill-s", type=float, default=0.0)
+    parser.add_argument("--told-s", type=float, default=0.0)
     parser.add_argument("--mute-s", type=float, default=0.0)
     parser.add_argument("--die-after", type=int, default=0)
     parser.add_argument("--fail", default="")

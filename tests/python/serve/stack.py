@@ -86,7 +86,7 @@ def stack(
     async def main() -> None:
         stop = asyncio.Event()
         box["loop"], box["stop"] = asyncio.get_running_loop(), stop
-        async with Deployment(settings, ByteCodec(), [MODEL], MODEL, specs) as deployment:
+        async with Deployment(settings, ByteCodec(), [MODEL], MODEL, "e", specs) as deployment:
             await asyncio.wait_for(deployment.wait_ready(len(specs)), 20)
             box["stack"] = Stack(deployment, folder, asyncio.get_running_loop())
             done.set()

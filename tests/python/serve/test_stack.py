@@ -78,6 +78,15 @@ def test_prefill_and_decode_through_http(tmp_path: Path) -> None:
         assert 'kvcore_router_events{event="dispatched"} 1.0' in metrics
 
 
+def test_how_an_answer_was_made_is_known_although_the_prefill_worker_tells_late(
+    tmp_path: Path,
+) -> None:
+    with stack(tmp_path, ("prefill", ["--told-s", "0.3"]), ("decode", [])) as s:
+        facts = ask(s.url).json()["kvcore"]
+    assert (facts["transport"], facts["prefill_s"], facts["kv_bytes"]) == (["shm"], [0.01], [5])
+    assert facts["computed_prompt_tokens"] == [len("hello")]
+
+
 def test_many_at_once(tmp_path: Path) -> None:
     with stack(tmp_path, *PAIR, ("decode", [])) as s:
         jobs = [in_background(s.url, f"prompt {i}" * 20, 20) for i in range(16)]
@@ -300,6 +309,25 @@ def test_a_worker_that_keeps_dying_takes_no_other_down(tmp_path: Path) -> None:
             "mono": 0,
         }
         s.call(s.deployment.check)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("page_size=32 format=bf16", "page_size = '32', but this router serves '64'"),
+        ("page_size=64 format=f32", "format = 'f32', but this router serves 'bf16'"),
+        ("", "page_size = None, but"),
+    ],
+)
+def test_the_first_worker_too_must_be_of_what_is_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str, says: str
+) -> None:
+    deployed = stack(
+        tmp_path, ("mono", ["--page-spec", given]), config={"fleet": {"max_restarts": 0}}
+    )
+    with pytest.raises(WorkerFailed), deployed:
+        pass
+    assert says in caplog.text and not (tmp_path / "log").exists()
 
 
 def test_a_worker_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:

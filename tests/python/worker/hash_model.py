@@ -65,6 +65,17 @@ class HashPlan:
             answers[low:high, 0] = hashes(self.slots[slots])[context - (high - low) :]
 
 
+class ClearedPool(Pool):
+    """Gives pages of zeros: no kernel writes them here, and what sealed ones leave may be NaN."""
+
+    def alloc(self, *args):
+        pages = super().alloc(*args)
+        for page in pages:
+            for layer in range(self.spec.num_layers):
+                ctypes.memset(self.slice_address(page, layer), 0, self.spec.slice_bytes)
+        return pages
+
+
 class HashModel:
     def __init__(self, max_position: int = 512) -> None:
         self.config = SimpleNamespace(
@@ -106,7 +117,7 @@ def rig(
     spec = PageSpec(1, heads, dim, page_size=page_size, extent_pages=extent, format=fmt)
     classes = offered(spec, profile or "exact")
     page_ids = page_ids_for(classes[profile], num_frames) if classes else 0
-    pool = Pool(spec, num_frames, huge_pages=False, page_ids=page_ids)
+    pool = ClearedPool(spec, num_frames, huge_pages=False, page_ids=page_ids)
     memory = PageMemory(pool, secret, classes)
     return Rig(pool, memory, HashPlan(pool), HashModel(max_position))
 

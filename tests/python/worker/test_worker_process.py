@@ -284,3 +284,18 @@ async def test_a_router_that_leaves_during_hello_is_no_refusal(tmp_path) -> None
     worker.stop()
     assert await asyncio.wait_for(task, 15) == 0
     await router.server.close()
+
+
+@scenario
+async def test_a_router_that_has_another_key_is_not_asked_again(tmp_path) -> None:
+    async def handler(connection: wire.Connection) -> None:
+        pytest.fail("a worker without the key got in")
+
+    server = await wire.serve(f"unix:{tmp_path}/router.sock", b"k" * 32, handler, role="router")
+    launch = WorkerLaunch(role="mono", router=server.address, key_file="")
+    parts = rig(secret=b"s" * 32)
+    worker = WorkerProcess(launch, Engine(parts.model, parts.memory, parts.plan), ABOUT)
+    with pytest.raises(InvalidArgument, match=r"refused this worker: .*pre-shared key"):
+        await worker.run()
+    assert not worker.engine_loop.alive
+    await server.close()

@@ -146,6 +146,23 @@ def test_a_prompt_longer_than_the_open_bytes_is_sealed_as_it_is_computed(profile
     assert_baseline(parts)
 
 
+@pytest.mark.parametrize("profile", ["small", "balanced"])
+@pytest.mark.parametrize("before", [[], [100], [40] * 6, [900, 300]])
+@pytest.mark.parametrize("budget", [16, 64, 512])
+def test_the_longest_prompt_that_is_taken_is_answered(profile, before, budget) -> None:
+    """At the first go, whatever the prefix cache has made of the pool before."""
+    for frames in (10, 17, 21, 26, 33, 42):
+        parts = rig(frames, **SMALL | {"profile": profile}, max_position=8000)
+        engine, longest = make(parts, token_budget=budget), parts.memory.capacity()
+        for name, size in enumerate(before):
+            answer(engine, name, prompt_of(name, min(size, longest - 4)))
+        prompt = prompt_of(99, longest - 3)
+        assert answer(engine, 99, prompt)[0] == expected(prompt, 4, ignore_eos=True), frames
+        assert engine.scheduler.preemptions == 0
+        with pytest.raises(OutOfPages, match=f"the pool holds {longest} tokens"):
+            engine.add(request(100, prompt_of(1, longest + 1), 1))
+
+
 def test_short_memory_seals_prompts_before_it_preempts_anyone() -> None:
     parts = rig(8, **SMALL)
     engine = make(parts, token_budget=64)
@@ -170,6 +187,6 @@ def test_a_prompt_that_needs_sealing_fails_alone_where_nothing_can_be_sealed() -
     engine.add(request(1, prompt_of(10, parts.memory.capacity_tokens + 40), 4))
     engine.add(request(2, [1, 2, 3], 4, ignore_eos=True))
     outputs = run(engine)
-    assert outputs[1][-1].fields["code"] == "out_of_pages"
+    assert outputs[1][-1].fields["code"] == "kv_cannot_be_compressed"
     assert tokens_of(outputs[2]) == expected([1, 2, 3], 4, ignore_eos=True)
     assert_baseline(parts)
