@@ -79,12 +79,12 @@ class Asked:
         cached = -1
         while self.engine.has_work or (self.memory.sealer and self.memory.sealer.waiting):
             for kind, fields in self.engine.step():
-                assert kind in ("tokens", "finished")
+                assert kind in ("prefilled", "tokens", "finished")
                 if fields["request_id"] != names[0]:
                     continue
                 if kind == "tokens":
                     answer += zip(fields["token_ids"], fields["logprobs"], strict=True)
-                else:
+                elif kind == "finished":
                     cached = fields["cached_tokens"]
         return tuple(answer), cached
 
