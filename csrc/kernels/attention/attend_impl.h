@@ -166,7 +166,12 @@ void run_tokens(const AttendUnit& u, const Step& step, const Step* next, Group& 
   }
   for (; t < end && u.first_visible + t - step.start < kStepTokens; ++t)
     run_rows<Plain>(u, step, base + t * u.group, u.group, {0, u.first_visible + t - step.start}, g);
-  if (t < end) run_full_rows<Plain>(u, step, next, base + t * u.group, (end - t) * u.group, g);
+  if (t >= end) return;
+  const std::int64_t row = base + t * u.group, count = (end - t) * u.group;
+  if (step.hot)
+    run_hot_rows(u, step, next, row, count, g);
+  else
+    run_rows<Plain>(u, step, row, count, {0, kStepTokens}, g);
 }
 
 [[gnu::noinline]] void run_mixed_step(const AttendUnit& u, Step& step, const Step* next, Group& g) {

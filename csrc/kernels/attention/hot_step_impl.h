@@ -9,8 +9,8 @@ namespace kvcore::kernels::KVCORE_ISA_NS {
 namespace {
 
 template <Format kFormat, int M>
-inline void hot_scores(const AttendUnit& u, const Step& step, std::int64_t row, std::int64_t ahead,
-                       Group& g) {
+[[gnu::noinline]] void hot_scores(const AttendUnit& u, const Step& step, std::int64_t row,
+                                  std::int64_t ahead, Group& g) {
   const std::int32_t dk = u.pages->head_dim_k;
   const Piece& p = step.pieces[0];
   const char* sums = reinterpret_cast<const char*>(first_sums(u, step, row));
@@ -40,8 +40,8 @@ inline void hot_scores(const AttendUnit& u, const Step& step, std::int64_t row, 
 }
 
 template <Format kFormat, int M>
-inline void hot_values(const AttendUnit& u, const Step& step, std::int64_t row, std::int64_t ahead,
-                       Group& g) {
+[[gnu::noinline]] void hot_values(const AttendUnit& u, const Step& step, std::int64_t row,
+                                  std::int64_t ahead, Group& g) {
   constexpr bool kTurned = is_rotated(kFormat);
   const std::int32_t dv = u.pages->head_dim_v;
   const Piece& p = step.pieces[0];
@@ -75,21 +75,24 @@ inline void hot_values(const AttendUnit& u, const Step& step, std::int64_t row, 
 }
 
 // What lies before the codes, and their first line.
-template <Format kFormat>
-inline void fetch_scales(Part part, const char* block, std::int32_t dim) {
-  const BlockArrays at = block_arrays(kFormat, part, kStepTokens, dim);
-  for (std::int64_t i = 0; i <= at.codes; i += 64) __builtin_prefetch(block + i);
+inline void fetch_scales(const Step& step, Part part, std::int32_t dim) {
+  const Piece& p = step.pieces[0];
+  const char* block = part == Part::kK ? p.k : p.v;
+  const Format format = part == Part::kK ? p.k_format : p.v_format;
+  const std::int64_t codes =
+      format < Format::kInt8 ? 0 : block_arrays(format, part, kStepTokens, dim).codes;
+  for (std::int64_t i = 0; i <= codes; i += 64) __builtin_prefetch(block + i);
 }
 
-// The M rows from `row` on. `next`, if any, is brought into L2 meanwhile: codes take more
-// arithmetic than reading, and the hardware's own reading ahead stops during most of it.
-template <Format kK, Format kV, int M>
-[[gnu::noinline]] void run_hot(const AttendUnit& u, const Step& step, const Step* next, bool first,
-                               std::int64_t row, Group& g) {
-  constexpr bool kCodes = kK != Format::kBf16;
+// The M rows from `row` on. `next`, if any, is brought into L2 meanwhile where this step is codes:
+// they take more arithmetic than reading, and the hardware's own reading ahead stops during most of
+// it.
+template <int M>
+void run_hot(const AttendUnit& u, const Step& step, const Step* next, bool first, std::int64_t row,
+             Group& g) {
   const Piece& p = step.pieces[0];
   std::int64_t k_ahead = 0, v_ahead = 0;
-  if (kCodes && next != nullptr) {
+  if (next != nullptr) {
     // Codes need not begin with a cache line: their first one comes with the scales, and this ends
     // one later.
     k_ahead = next->pieces[0].k - p.k + 64;
@@ -97,52 +100,45 @@ template <Format kK, Format kV, int M>
   }
   for (int m = 0; m < M; ++m) __builtin_prefetch(u.scratch->l_lanes + (row + m) * kMaxLanes);
   __builtin_prefetch(u.scratch->segment.m + row);
-  hot_scores<kK, M>(u, step, row, k_ahead, g);
+  if (p.k_format == Format::kBf16)
+    hot_scores<Format::kBf16, M>(u, step, row, 0, g);
+  else if (p.k_format == Format::kK4)
+    hot_scores<Format::kK4, M>(u, step, row, k_ahead, g);
+  else
+    hot_scores<Format::kInt8, M>(u, step, row, k_ahead, g);
   if (u.cap_log2 != 0.f) cap_scores(u.cap_log2, g.scores, M);
   if (first) {  // the others find V in a cache
-    if constexpr (kCodes)
+    if (step.v_codes)
       load_token_scales(u, step, g.code_step);
     else
       for (int i = 0; i < kLinesAhead; ++i) __builtin_prefetch(p.v + 64 * i);
   }
   softmax<Mask::kNone, M>(u, step, row, {0, kStepTokens}, g);
   if (u.masses != nullptr) keep_masses(u, step, row, M, g.base, g.p, g.sums);
-  if (kCodes && next != nullptr) {
-    fetch_scales<kK>(Part::kK, next->pieces[0].k, u.pages->head_dim_k);
-    fetch_scales<kV>(Part::kV, next->pieces[0].v, u.pages->head_dim_v);
+  if (next != nullptr) {
+    if (step.k_codes) fetch_scales(*next, Part::kK, u.pages->head_dim_k);
+    if (step.v_codes) fetch_scales(*next, Part::kV, u.pages->head_dim_v);
   }
-  hot_values<kV, M>(u, step, row, v_ahead, g);
+  if (p.v_format == Format::kBf16)
+    hot_values<Format::kBf16, M>(u, step, row, 0, g);
+  else if (p.v_format == Format::kV4)
+    hot_values<Format::kV4, M>(u, step, row, v_ahead, g);
+  else if (p.v_format == Format::kV3)
+    hot_values<Format::kV3, M>(u, step, row, v_ahead, g);
+  else
+    hot_values<Format::kInt8, M>(u, step, row, v_ahead, g);
 }
 
-template <Format kK, Format kV>
-void run_hot_rows(const AttendUnit& u, const Step& step, const Step* next, std::int64_t row,
-                  std::int64_t count, Group& g) {
+// Rows that see all of the step; `next` is the unit's next one, if any.
+[[gnu::noinline]] void run_hot_rows(const AttendUnit& u, const Step& step, const Step* next,
+                                    std::int64_t row, std::int64_t count, Group& g) {
   const std::int64_t groups = (count + kMaxRows - 1) / kMaxRows;
   for (std::int64_t left = groups; left > 0; --left) {
     const int rows = static_cast<int>(left == 1 ? count : (count + left - 1) / left);
     const bool first = left == groups;
-    by_rows(rows,
-            [&]<int M>() { run_hot<kK, kV, M>(u, step, first ? next : nullptr, first, row, g); });
+    by_rows(rows, [&]<int M>() { run_hot<M>(u, step, first ? next : nullptr, first, row, g); });
     row += rows;
     count -= rows;
-  }
-}
-
-// Rows that see all of the step; `next` is the unit's next one, if any.
-template <bool Plain>
-inline void run_full_rows(const AttendUnit& u, const Step& step, const Step* next, std::int64_t row,
-                          std::int64_t count, Group& g) {
-  switch (step.hot) {
-    case Hot::kBf16:
-      return run_hot_rows<Format::kBf16, Format::kBf16>(u, step, next, row, count, g);
-    case Hot::kInt8:
-      return run_hot_rows<Format::kInt8, Format::kInt8>(u, step, next, row, count, g);
-    case Hot::kK4V4:
-      return run_hot_rows<Format::kK4, Format::kV4>(u, step, next, row, count, g);
-    case Hot::kK4V3:
-      return run_hot_rows<Format::kK4, Format::kV3>(u, step, next, row, count, g);
-    case Hot::kNone:
-      return run_rows<Plain>(u, step, row, count, {0, kStepTokens}, g);
   }
 }
 

@@ -31,9 +31,6 @@ struct Piece {  // consecutive tokens of one page inside one step, for one KV he
   Way k_way, v_way;
 };
 
-// Steps of one whole page, read where it lies, that have functions of their own (hot_step_impl.h).
-enum class Hot : std::uint8_t { kNone, kBf16, kInt8, kK4V4, kK4V3 };
-
 struct Step {
   Piece pieces[kMaxPieces];
   std::int32_t head;
@@ -43,7 +40,7 @@ struct Step {
   bool plain;              // all pieces are numbers, read where they lie
   bool in_place;           // all pieces are read where they lie
   bool k_codes, v_codes;   // some piece's K or V is multiplied as integers
-  Hot hot;
+  bool hot;                // one page, in place, for hot_step_impl.h
 };
 
 inline std::int64_t bytes_of(Format f) { return f == Format::kF32 ? 4 : 2; }
@@ -110,15 +107,10 @@ inline std::int64_t first_piece(const AttendUnit& u, std::int64_t start) {
   return at_most((u.first_seen - start) / lanes * lanes, kStepTokens - lanes);
 }
 
-inline Hot hot_of(const AttendUnit& u, const Step& step) {
-  if (u.pages->page_size != kStepTokens || u.pages->head_dim_v % kDimBlock != 0 || !step.in_place)
-    return Hot::kNone;
-  const Format k = step.pieces[0].k_format, v = step.pieces[0].v_format;
-  if (k == Format::kBf16 && v == Format::kBf16) return Hot::kBf16;
-  if (k == Format::kInt8 && v == Format::kInt8) return Hot::kInt8;
-  if (k == Format::kK4 && v == Format::kV4) return Hot::kK4V4;
-  if (k == Format::kK4 && v == Format::kV3) return Hot::kK4V3;
-  return Hot::kNone;
+inline bool is_hot(const AttendUnit& u, const Step& step) {
+  const Piece& p = step.pieces[0];
+  return u.pages->page_size == kStepTokens && u.pages->head_dim_v % kDimBlock == 0 &&
+         step.in_place && p.k_format >= Format::kBf16 && p.v_format >= Format::kBf16;
 }
 
 // Finds the pieces of the step of KV head h that starts at absolute token `start`.
@@ -169,7 +161,7 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
     (takes_pairs(p.v_format) ? step.p_pairs : step.p_floats) = true;
     i += p.count;
   }
-  step.hot = hot_of(u, step);
+  step.hot = is_hot(u, step);
 }
 
 // The same tokens of the next KV head, where these are one page in place and the formats are equal.

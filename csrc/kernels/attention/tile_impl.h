@@ -66,7 +66,7 @@ template <int kLines>
 inline void fetch(const TileArgs& t, const char* b) {
   if (t.ahead != 0) {
 #pragma GCC unroll 4
-    for (int i = 0; i < kLines; ++i) __builtin_prefetch(b + t.ahead + 64 * i);
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(b + t.ahead + 64 * i, 0, 2);  // into L2
   }
   if constexpr (kMaxTiles < 4)
     for (int i = 1; i <= t.beside; ++i) __builtin_prefetch(b + 64 * i);
