@@ -233,20 +233,17 @@ template <Format kFormat, int M>
   }
 }
 
+constexpr int kStepVecs = kStepTokens / kW;
+
 // The rows' probabilities, each times the scale of its token, as bytes on one scale of the step.
 template <int M>
-void load_code_weights(const float (&p)[kMaxRows][kStepTokens], const CodeStep& step,
-                       CodeRows& to) {
-  constexpr int kVecs = kStepTokens / kW;
-  const auto weight = [&](int m, int j) {
-    return mul(load(&p[m][j * kW]), load(step.v_scale + j * kW));
-  };
+[[gnu::always_inline]] inline void code_weights(const F (&weight)[M][kStepVecs], CodeRows& to) {
   F top[M];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) {
-    top[m] = weight(m, 0);
+    top[m] = weight[m][0];
 #pragma GCC unroll 16
-    for (int j = 1; j < kVecs; ++j) top[m] = vmax(top[m], weight(m, j));
+    for (int j = 1; j < kStepVecs; ++j) top[m] = vmax(top[m], weight[m][j]);
   }
   const F largest = reduce_rows<Greater>(top);
   alignas(64) float inverse[kMaxLanes];
@@ -255,12 +252,24 @@ void load_code_weights(const float (&p)[kMaxRows][kStepTokens], const CodeStep& 
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; j += 4) {
+    for (int j = 0; j < kStepVecs; j += 4) {
       Int code[4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) code[i] = round_int(mul(weight(m, j + i), set1(inverse[m])));
+      for (int i = 0; i < 4; ++i) code[i] = round_int(mul(weight[m][j + i], set1(inverse[m])));
       store_bytes<false>(to.p[m] + j * kW, code);
     }
+}
+
+template <int M>
+void load_code_weights(const float (&p)[kMaxRows][kStepTokens], const CodeStep& step,
+                       CodeRows& to) {
+  F weight[M][kStepVecs];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+    for (int j = 0; j < kStepVecs; ++j)
+      weight[m][j] = mul(load(&p[m][j * kW]), load(step.v_scale + j * kW));
+  code_weights(weight, to);
 }
 
 [[gnu::noinline]] void load_code_weights(const float (&p)[kMaxRows][kStepTokens], int rows,

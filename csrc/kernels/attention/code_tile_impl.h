@@ -127,29 +127,9 @@ struct V3Codes {
   static Int dot(Int acc, Int level, Int p) { return dot_bytes(acc, p, level); }
 };
 
+// acc[m][vector] = bias + sum over the b rows, in lanes from t.b on.
 template <class Codes, int M, int N>
-inline void finish(const CodeTile& t, const Int (&acc)[M][N]) {
-#pragma GCC unroll 8
-  for (int j = 0; j < N; ++j) {
-    F scale = set1(1.f);
-    if constexpr (Codes::kTokenScale) scale = load_f16(t.token_scale + 2 * j * kW);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      float* c = t.c + m * t.c_stride + j * kW;
-      F sum = to_float(acc[m][j]);
-      if constexpr (Codes::kTokenScale) sum = mul(sum, scale);
-      if constexpr (Codes::kIsK)
-        store(c, fma(sum, set1(t.factor[m]), set1(t.offset[m])));
-      else
-        store(c, fma(sum, set1(t.factor[m]), mul(load(c), set1(t.alpha[m]))));
-    }
-  }
-}
-
-template <class Codes, int M, int T>
-[[gnu::always_inline]] inline void code_tile_here(const CodeTile& t) {
-  constexpr int N = T * kVecs16;
-  Int acc[M][N];
+[[gnu::always_inline]] inline void sum_codes(const CodeTile& t, Int (&acc)[M][N]) {
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
@@ -158,7 +138,7 @@ template <class Codes, int M, int T>
   for (std::int64_t k = 0; k < t.k; ++k, a += 4 * Codes::kParts, b += t.b_stride) {
     if (t.ahead != 0)
 #pragma GCC unroll 6
-      for (int i = 0; i < T * Codes::kLines2 / 2; ++i)
+      for (int i = 0; i < N / kVecs16 * Codes::kLines2 / 2; ++i)
         __builtin_prefetch(b + t.ahead + 64 * i, 0, 2);  // into L2
     if (t.side != nullptr)
       for (std::int64_t i = 0; i < t.side_step; i += 64)
@@ -174,7 +154,31 @@ template <class Codes, int M, int T>
           acc[m][j] = Codes::dot(acc[m][j], codes.at[i], repeat(a + m * t.a_stride + 4 * i));
     }
   }
-  finish<Codes, M, N>(t, acc);
+}
+
+// The scores of row m that vector j's sums stand for.
+template <class Codes>
+inline F scores_of_sums(const CodeTile& t, Int sums, int m, int j) {
+  F sum = to_float(sums);
+  if constexpr (Codes::kTokenScale) sum = mul(sum, load_f16(t.token_scale + 2 * j * kW));
+  return fma(sum, set1(t.factor[m]), set1(t.offset[m]));
+}
+
+template <class Codes, int M, int T>
+[[gnu::always_inline]] inline void code_tile_here(const CodeTile& t) {
+  constexpr int N = T * kVecs16;
+  Int acc[M][N];
+  sum_codes<Codes>(t, acc);
+#pragma GCC unroll 8
+  for (int j = 0; j < N; ++j)
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      float* c = t.c + m * t.c_stride + j * kW;
+      if constexpr (Codes::kIsK)
+        store(c, scores_of_sums<Codes>(t, acc[m][j], m, j));
+      else
+        store(c, fma(to_float(acc[m][j]), set1(t.factor[m]), mul(load(c), set1(t.alpha[m]))));
+    }
 }
 
 template <class Codes, int M, int T>

@@ -8,13 +8,22 @@
 namespace kvcore::kernels::KVCORE_ISA_NS {
 namespace {
 
+// The tiles that a row's scores take, of Codes or Ops, each as wide as registers allow.
+constexpr int kTileVecs = kMaxTiles * kVecs16;
+
+// scores[m] = q . k of the step's 64 tokens.
 template <Format kFormat, int M>
-[[gnu::noinline]] void hot_scores(const AttendUnit& u, const Step& step, std::int64_t row,
-                                  std::int64_t ahead, Group& g) {
+[[gnu::always_inline]] inline void hot_scores(const AttendUnit& u, const Step& step,
+                                              std::int64_t row, std::int64_t ahead, Group& g,
+                                              F (&scores)[M][kStepVecs]) {
   const std::int32_t dk = u.pages->head_dim_k;
   const Piece& p = step.pieces[0];
   const char* sums = reinterpret_cast<const char*>(first_sums(u, step, row));
   const std::int64_t sum_bytes = std::int64_t{M} * u.pages->head_dim_v * 4;
+  const auto each_tile = [&](auto sum_tile) {
+#pragma GCC unroll 16
+    for (int first = 0; first < kStepVecs; first += kTileVecs) sum_tile(first);
+  };
   if constexpr (kFormat == Format::kBf16) {
     TileArgs t{};
     t.a = kBf16Pairs ? static_cast<const void*>(u.scratch->q_pairs + row * (dk / 2))
@@ -23,19 +32,127 @@ template <Format kFormat, int M>
     t.b = p.k;
     t.b_stride = kStepTokens * 4;
     t.k = dk / 2;
-    t.c = &g.scores[0][0];
-    t.c_stride = kStepTokens;
     t.side = sums;
     t.side_step = sum_bytes / t.k;
-    tiles_here<Bf16Ops, M>(t);
+    each_tile([&](int first) {
+      F acc[M][kTileVecs];
+#pragma GCC unroll 6
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+        for (int j = 0; j < kTileVecs; ++j) acc[m][j] = set1(0.f);
+      add_rows<Bf16Ops>(t, acc);
+#pragma GCC unroll 6
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+        for (int j = 0; j < kTileVecs; ++j) scores[m][first + j] = acc[m][j];
+      t.b += kTileVecs * kW * Bf16Ops::kBytes;
+      t.side = nullptr;
+    });
   } else {
+    using Codes = typename CodesOf<kFormat>::K;
     CodeTile t = key_tile<kFormat, M>(u, p, g.code_step.channels[0], row, g.codes);
-    t.c = &g.scores[0][0];
-    t.c_stride = kStepTokens;
     t.side = sums;
     t.side_step = (sum_bytes + t.k - 1) / t.k;
     t.ahead = ahead;
-    code_tiles_here<typename CodesOf<kFormat>::K, M>(t);
+    each_tile([&](int first) {
+      Int acc[M][kTileVecs];
+      sum_codes<Codes>(t, acc);
+#pragma GCC unroll 6
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+        for (int j = 0; j < kTileVecs; ++j)
+          scores[m][first + j] = scores_of_sums<Codes>(t, acc[m][j], m, j);
+      advance(t, kMaxTiles);
+    });
+  }
+}
+
+// softmax() of step_impl.h for rows that see all 64 tokens, whose scores become probabilities.
+template <int M>
+[[gnu::always_inline]] inline void hot_softmax(const AttendUnit& u, const Step& step,
+                                               std::int64_t row, Group& g,
+                                               F (&scores)[M][kStepVecs]) {
+  float top[M], old[M];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+    F all = set1(-__builtin_inff());
+#pragma GCC unroll 16
+    for (int j = 0; j < kStepVecs; ++j) all = vmax(all, scores[m][j]);
+    top[m] = hmax(all);
+  }
+  float* running = u.scratch->segment.m + row;
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) old[m] = running[m];
+  const F before = lanes(old), now = vmax(mul(lanes(top), set1(u.scale_log2)), before);
+  const F base = zero_for_lowest(now);
+  store(g.base, base);
+  store(g.alpha, exp2(sub(before, base)));
+  F sums[M];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+    const F scale = set1(u.scale_log2), minus_base = set1(-g.base[m]);
+    sums[m] = set1(0.f);
+#pragma GCC unroll 16
+    for (int j = 0; j < kStepVecs; ++j) {
+      scores[m][j] = exp2(fma(scores[m][j], scale, minus_base));
+      sums[m] = add(sums[m], scores[m][j]);
+    }
+    float* l = u.scratch->l_lanes + (row + m) * kMaxLanes;
+    store(l, fma(load(l), set1(g.alpha[m]), sums[m]));
+  }
+  store_first<M>(running, now);
+  if (u.masses == nullptr) return;
+  const F mass = reduce_rows<Plus>(sums);
+  if (u.t1 - u.t0 == 1) {  // rows of one token lie side by side
+    float* to = mass_row(u, step, row);
+    store_first<M>(to, base);
+    store_first<M>(to + u.mass_stride, mass);
+    return;
+  }
+  store(g.sums[0], mass);
+  for (int m = 0; m < M; ++m) {
+    float* to = mass_row(u, step, row + m);
+    to[0] = g.base[m];
+    to[u.mass_stride] = g.sums[0][m];
+  }
+}
+
+// Everything up to what the rows multiply V with: pairs or floats in g, or bytes in g.codes. Scores
+// and probabilities stay in registers: every store in between costs several times as much beside a
+// stream from memory as in the cache (measured; page scores cost half of what they did).
+template <Format kFormat, bool VCodes, int M>
+[[gnu::noinline]] void hot_weights(const AttendUnit& u, const Step& step, std::int64_t row,
+                                   bool first, std::int64_t ahead, Group& g) {
+  const Piece& p = step.pieces[0];
+  F scores[M][kStepVecs];
+  hot_scores<kFormat, M>(u, step, row, ahead, g, scores);
+  if (u.cap_log2 != 0.f)
+    for (auto& of_row : scores)
+      for (F& x : of_row) x = tanh_of(mul(x, set1(u.cap_log2)));
+  if constexpr (!VCodes)
+    if (first)  // the others find V in a cache
+      for (int i = 0; i < kLinesAhead; ++i) __builtin_prefetch(p.v + 64 * i);
+  hot_softmax(u, step, row, g, scores);
+  if constexpr (VCodes) {
+    const char* scales =
+        p.v + block_arrays(p.v_format, Part::kV, u.pages->page_size, u.pages->head_dim_v).scale;
+#pragma GCC unroll 16
+    for (int j = 0; j < kStepVecs; ++j) {
+      const F scale = load_f16(scales + 2 * j * kW);
+#pragma GCC unroll 6
+      for (int m = 0; m < M; ++m) scores[m][j] = mul(scores[m][j], scale);
+    }
+    code_weights(scores, g.codes);
+  } else {
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+      for (int j = 0; j < kStepVecs; ++j) {
+        if constexpr (kBf16Pairs)
+          store_bf16(reinterpret_cast<char*>(g.p_pairs[m]) + 2 * j * kW, scores[m][j]);
+        else
+          store(&g.p[m][j * kW], scores[m][j]);
+      }
   }
 }
 
@@ -60,7 +177,6 @@ template <Format kFormat, int M>
       tiles_here<Bf16Ops, M>(t);
     }
   } else {
-    load_code_weights<M>(g.p, g.code_step, g.codes);
     for (std::int32_t d = 0; d < dv; d += static_cast<std::int32_t>(kDimBlock)) {
       CodeTile t = value_tile<kFormat>(u, p, d, kStepTokens, g.alpha, g.codes);
       t.c = (kTurned ? rotated : o) + d;
@@ -100,21 +216,18 @@ void run_hot(const AttendUnit& u, const Step& step, const Step* next, bool first
   }
   for (int m = 0; m < M; ++m) __builtin_prefetch(u.scratch->l_lanes + (row + m) * kMaxLanes);
   __builtin_prefetch(u.scratch->segment.m + row);
-  if (p.k_format == Format::kBf16)
-    hot_scores<Format::kBf16, M>(u, step, row, 0, g);
-  else if (p.k_format == Format::kK4)
-    hot_scores<Format::kK4, M>(u, step, row, k_ahead, g);
-  else
-    hot_scores<Format::kInt8, M>(u, step, row, k_ahead, g);
-  if (u.cap_log2 != 0.f) cap_scores(u.cap_log2, g.scores, M);
-  if (first) {  // the others find V in a cache
+  const auto weights = [&]<Format kFormat>(std::int64_t ahead) {
     if (step.v_codes)
-      load_token_scales(u, step, g.code_step);
+      hot_weights<kFormat, true, M>(u, step, row, first, ahead, g);
     else
-      for (int i = 0; i < kLinesAhead; ++i) __builtin_prefetch(p.v + 64 * i);
-  }
-  softmax<Mask::kNone, M>(u, step, row, {0, kStepTokens}, g);
-  if (u.masses != nullptr) keep_masses(u, step, row, M, g.base, g.p, g.sums);
+      hot_weights<kFormat, false, M>(u, step, row, first, ahead, g);
+  };
+  if (p.k_format == Format::kBf16)
+    weights.template operator()<Format::kBf16>(0);
+  else if (p.k_format == Format::kK4)
+    weights.template operator()<Format::kK4>(k_ahead);
+  else
+    weights.template operator()<Format::kInt8>(k_ahead);
   if (next != nullptr) {
     if (step.k_codes) fetch_scales(*next, Part::kK, u.pages->head_dim_k);
     if (step.v_codes) fetch_scales(*next, Part::kV, u.pages->head_dim_v);

@@ -87,6 +87,18 @@ constexpr std::int64_t a_bytes() {  // of the values of one b row
     return 4 * Ops::kParts;
 }
 
+template <class Ops, int M, int N>
+[[gnu::always_inline]] inline void add_rows(const TileArgs& t, F (&acc)[M][N]) {
+  const char* a = static_cast<const char*>(t.a);
+  const char* b = t.b;
+  for (std::int64_t k = 0; k < t.k; ++k, a += a_bytes<Ops>(), b += t.b_stride) {
+    fetch<(kW * N * Ops::kBytes + 63) / 64>(t, b);
+    fetch_side(t, k);
+    accumulate<Ops, false>(acc, a, t.a_stride, b);
+  }
+  if (t.half_row) accumulate<Ops, true>(acc, a, t.a_stride, b);
+}
+
 template <class Ops, int M, int T>
 [[gnu::always_inline]] inline void tile_here(const TileArgs& t) {
   constexpr int N = T * kVecs16;
@@ -97,14 +109,7 @@ template <class Ops, int M, int T>
     for (int j = 0; j < N; ++j)
       acc[m][j] = t.alpha == nullptr ? set1(0.f)
                                      : mul(load(t.c + m * t.c_stride + j * kW), set1(t.alpha[m]));
-  const char* a = static_cast<const char*>(t.a);
-  const char* b = t.b;
-  for (std::int64_t k = 0; k < t.k; ++k, a += a_bytes<Ops>(), b += t.b_stride) {
-    fetch<(16 * T * Ops::kBytes + 63) / 64>(t, b);
-    fetch_side(t, k);
-    accumulate<Ops, false>(acc, a, t.a_stride, b);
-  }
-  if (t.half_row) accumulate<Ops, true>(acc, a, t.a_stride, b);
+  add_rows<Ops>(t, acc);
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
