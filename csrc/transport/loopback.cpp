@@ -8,8 +8,8 @@
 #include <mutex>
 
 #include "base/text.h"
-#include "transport/event_queue.h"
-#include "transport/grants.h"
+#include "transport/core/event_queue.h"
+#include "transport/core/grants.h"
 
 namespace kvcore::transport {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "base/fault.h"
 #include "fixture.h"
-#include "transport/address.h"
+#include "transport/socket/address.h"
 
 namespace kvcore::transport {
 namespace {

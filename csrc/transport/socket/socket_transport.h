@@ -5,7 +5,7 @@
 #include <thread>
 #include <unordered_map>
 
-#include "transport/connection.h"
+#include "transport/socket/connection.h"
 
 namespace kvcore::transport {
 

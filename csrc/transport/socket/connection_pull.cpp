@@ -6,7 +6,7 @@
 
 #include "base/fault.h"
 #include "base/text.h"
-#include "transport/connection.h"
+#include "transport/socket/connection.h"
 
 namespace kvcore::transport {
 

@@ -1,4 +1,4 @@
-#include "transport/frame.h"
+#include "transport/socket/frame.h"
 
 #include <bit>
 #include <string_view>

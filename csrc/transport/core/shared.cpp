@@ -1,4 +1,4 @@
-#include "transport/shared.h"
+#include "transport/core/shared.h"
 
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-#include "transport/grants.h"
+#include "transport/core/grants.h"
 
 #include <fcntl.h>
 #include <unistd.h>

@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "base/text.h"
-#include "transport/socket_transport.h"
+#include "transport/socket/socket_transport.h"
 
 namespace kvcore::transport {
 namespace {

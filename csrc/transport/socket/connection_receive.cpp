@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "base/text.h"
-#include "transport/connection.h"
+#include "transport/socket/connection.h"
 
 namespace kvcore::transport {
 namespace {

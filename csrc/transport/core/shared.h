@@ -11,11 +11,11 @@
 #include <variant>
 #include <vector>
 
-#include "transport/address.h"
-#include "transport/event_queue.h"
-#include "transport/grants.h"
+#include "transport/core/event_queue.h"
+#include "transport/core/grants.h"
+#include "transport/core/unique_fd.h"
 #include "transport/link.h"
-#include "transport/unique_fd.h"
+#include "transport/socket/address.h"
 
 namespace kvcore::transport {
 

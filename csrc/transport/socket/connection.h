@@ -19,10 +19,10 @@
 #include <unordered_map>
 
 #include "base/xxh3.h"
-#include "transport/outbox.h"
-#include "transport/pacer.h"
-#include "transport/remote_region.h"
-#include "transport/shared.h"
+#include "transport/core/shared.h"
+#include "transport/socket/outbox.h"
+#include "transport/socket/pacer.h"
+#include "transport/socket/remote_region.h"
 
 namespace kvcore::transport {
 

@@ -1,4 +1,4 @@
-#include "transport/connection.h"
+#include "transport/socket/connection.h"
 
 #include <fcntl.h>
 #include <sys/epoll.h>

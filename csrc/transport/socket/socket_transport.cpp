@@ -1,4 +1,4 @@
-#include "transport/socket_transport.h"
+#include "transport/socket/socket_transport.h"
 
 #include <pthread.h>
 #include <sys/epoll.h>
