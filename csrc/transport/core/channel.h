@@ -42,7 +42,9 @@ class Channel {
 
   // The loop.
   virtual void on_event(std::uint32_t source, std::uint32_t events, std::int64_t now) = 0;
-  virtual void work(std::int64_t now) = 0;                  // timers, copies, sending
+  virtual void work(std::int64_t now) = 0;  // timers, copies, sending
+  // The lower classes, a small share at a time, after every channel had its work().
+  virtual void work_bulk(std::int64_t now) = 0;
   virtual bool busy() const noexcept = 0;                   // wants work() again without any event
   virtual std::int64_t next_timer_ns() const noexcept = 0;  // or INT64_MAX
   virtual bool dead() const noexcept = 0;

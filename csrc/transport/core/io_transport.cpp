@@ -63,6 +63,10 @@ class IoLink final : public Link {
     info.messages_in = state_->messages_in;
     info.outstanding_ops = state_->outstanding;
     info.queued_bytes = state_->queued_bytes;
+    info.credit_bytes = state_->credit_bytes;
+    info.credit_stall_ns = state_->credit_stall_ns;
+    if (const std::int64_t since = state_->stalled_since_ns; since != 0)
+      info.credit_stall_ns += static_cast<std::uint64_t>(shared_->now_ns() - since);
     const std::lock_guard lock(shared_->mu);
     info.peer_identity = state_->peer.identity;
     info.peer_role = state_->peer.role;
@@ -218,7 +222,7 @@ Result<std::unique_ptr<Transport>> IoTransport::make(TransportOptions options, S
   if (!shared->wake_fd || !epoll_fd || shared->events.fd() < 0 ||
       ::epoll_ctl(epoll_fd.get(), EPOLL_CTL_ADD, shared->wake_fd.get(), &event) != 0)
     return Error{ErrorCode::kIo, text("epoll or eventfd: errno ", errno)};
-  shared->events.set_on_drained([raw = shared.get()] { raw->wake(); });
+  shared->events.set_on_credit([raw = shared.get()] { raw->wake(); });
   return std::unique_ptr<Transport>(
       std::make_unique<IoTransport>(std::move(shared), std::move(schemes), std::move(epoll_fd)));
 }

@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+
 namespace kvcore::transport {
 namespace {
 
@@ -20,8 +22,12 @@ const Clock& system_clock() {
 Shared::Shared(TransportOptions o)
     : options(std::move(o)),
       clock(options.clock != nullptr ? *options.clock : system_clock()),
-      grants(options.random),
-      events(options.credits.total_bytes) {}
+      grants(options.random) {}
+
+std::uint64_t Shared::window_of(std::uint64_t links) const noexcept {
+  const Credits& c = options.credits;
+  return std::min(c.per_link_bytes, c.total_bytes / std::max<std::uint64_t>(1, links));
+}
 
 void Shared::wake() {
   const std::uint64_t one = 1;

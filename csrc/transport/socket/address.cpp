@@ -1,6 +1,7 @@
 #include "transport/socket/address.h"
 
 #include <arpa/inet.h>
+#include <linux/pkt_sched.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -156,9 +157,17 @@ Result<UniqueFd> open_listener(Address* address) {
   return address->shm ? listen_unix(*address) : listen_tcp(address);
 }
 
-void set_tcp_options(int fd) {
-  const int one = 1;
-  ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+void set_tcp_options(int fd, std::uint32_t priority) {
+  const auto set = [fd](int level, int name, int value) {
+    ::setsockopt(fd, level, name, &value, sizeof value);  // an improvement where it is allowed
+  };
+  constexpr int kQueue[] = {TC_PRIO_INTERACTIVE, TC_PRIO_BESTEFFORT, TC_PRIO_BULK};
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  set(SOL_SOCKET, SO_PRIORITY, kQueue[priority]);
+  if (priority == 0) return;
+  // What is not sent yet waits in our queues, where a higher class can pass it.
+  set(IPPROTO_TCP, TCP_NOTSENT_LOWAT, 128 * 1024);
+  set(SOL_SOCKET, SO_SNDBUF, 512 * 1024);
 }
 
 Result<std::int64_t> peer_of_same_user(int fd) {
@@ -197,10 +206,22 @@ Result<UniqueFd> open_connection(const Address& address) {
   KVCORE_ASSIGN_OR_RETURN(const auto list, resolve(address, false));
   UniqueFd fd = new_socket(list->ai_family);
   if (!fd) return os_error("socket");
-  set_tcp_options(fd.get());
   if (::connect(fd.get(), list->ai_addr, list->ai_addrlen) != 0 && errno != EINPROGRESS)
     return dead();
   return fd;
+}
+
+Result<UniqueFd> open_connection_like(int fd) {
+  sockaddr_storage peer{};
+  socklen_t size = sizeof peer;
+  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0)
+    return os_error("getpeername");
+  UniqueFd out = new_socket(peer.ss_family);
+  if (!out) return os_error("socket");
+  if (::connect(out.get(), reinterpret_cast<const sockaddr*>(&peer), size) != 0 &&
+      errno != EINPROGRESS)
+    return Error{ErrorCode::kPeerDead, text("connect: ", std::strerror(errno))};
+  return out;
 }
 
 }  // namespace kvcore::transport
