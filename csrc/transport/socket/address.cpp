@@ -157,6 +157,21 @@ Result<UniqueFd> open_listener(Address* address) {
   return address->shm ? listen_unix(*address) : listen_tcp(address);
 }
 
+// Connected, or about to be, to an address of this host.
+static bool same_host(int fd) {
+  sockaddr_storage own{}, peer{};
+  socklen_t own_size = sizeof own, peer_size = sizeof peer;
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &own_size) != 0 ||
+      ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_size) != 0 ||
+      own.ss_family != peer.ss_family)
+    return false;
+  if (own.ss_family == AF_INET6)
+    return IN6_ARE_ADDR_EQUAL(&reinterpret_cast<const sockaddr_in6*>(&own)->sin6_addr,
+                              &reinterpret_cast<const sockaddr_in6*>(&peer)->sin6_addr);
+  return reinterpret_cast<const sockaddr_in*>(&own)->sin_addr.s_addr ==
+         reinterpret_cast<const sockaddr_in*>(&peer)->sin_addr.s_addr;
+}
+
 void set_tcp_options(int fd, std::uint32_t priority) {
   const auto set = [fd](int level, int name, int value) {
     ::setsockopt(fd, level, name, &value, sizeof value);  // an improvement where it is allowed
@@ -164,10 +179,10 @@ void set_tcp_options(int fd, std::uint32_t priority) {
   constexpr int kQueue[] = {TC_PRIO_INTERACTIVE, TC_PRIO_BESTEFFORT, TC_PRIO_BULK};
   set(IPPROTO_TCP, TCP_NODELAY, 1);
   set(SOL_SOCKET, SO_PRIORITY, kQueue[priority]);
-  if (priority == 0) return;
   // What is not sent yet waits in our queues, where a higher class can pass it.
-  set(IPPROTO_TCP, TCP_NOTSENT_LOWAT, 128 * 1024);
-  set(SOL_SOCKET, SO_SNDBUF, 512 * 1024);
+  if (priority > 0) set(IPPROTO_TCP, TCP_NOTSENT_LOWAT, 128 * 1024);
+  // Between two processes of one host more only lies in memory and leaves the caches.
+  if (priority > 0 || same_host(fd)) set(SOL_SOCKET, SO_SNDBUF, 512 * 1024);
 }
 
 Result<std::int64_t> peer_of_same_user(int fd) {

@@ -154,6 +154,7 @@ void Connection::on_event(std::uint32_t source, std::uint32_t events, std::int64
       return fail(Error{ErrorCode::kPeerDead,
                         text("connect ", link_->peer_address, ": ", std::strerror(error))});
     lane.state = Lane::State::kHandshake;
+    if (!shm()) set_tcp_options(lane.fd.get(), lane.number);  // now both addresses are known
     if (lane.number == 0) state_ = State::kHandshake;
     lane.outbox.push_raw(lane.auth->start());
   }

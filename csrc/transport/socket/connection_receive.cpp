@@ -11,11 +11,11 @@
 namespace kvcore::transport {
 namespace {
 
-constexpr std::size_t kReadBytes = 64UL * 1024;  // read ahead while frames are parsed
+constexpr std::size_t kReadBytes = 16UL * 1024;  // read ahead while frames are parsed
 constexpr std::size_t kTailBytes = 4096;         // read ahead behind payload: the next frame's head
 constexpr std::size_t kRoundBytes = 4096UL * 1024;     // then other links have their turn
 constexpr std::size_t kBulkRoundBytes = 256UL * 1024;  // of a lower class
-constexpr std::size_t kMaxLandings = 256;              // places filled by one system call
+constexpr std::size_t kMaxLandings = 1023;             // places filled by one system call
 constexpr std::size_t kMaxFds = 64;
 constexpr std::size_t kMaxInbound = 65536;  // operations of the peer at a time
 

@@ -8,10 +8,10 @@
 namespace kvcore::transport {
 namespace {
 
-constexpr std::size_t kOutboxBytes = 1024UL * 1024;  // built ahead of the socket
-constexpr std::size_t kRoundBytes = 4096UL * 1024;   // then other links have their turn
-constexpr std::size_t kBulkBytes = 256UL * 1024;     // both, of a lower class
-constexpr std::uint64_t kTcpChunk = 256UL * 1024;    // its checksum and its copy meet in L2
+constexpr std::size_t kOutboxBytes = 256UL * 1024;  // built ahead of the socket
+constexpr std::size_t kRoundBytes = 4096UL * 1024;  // then other links have their turn
+constexpr std::size_t kBulkBytes = 256UL * 1024;    // both, of a lower class
+constexpr std::uint64_t kTcpChunk = 256UL * 1024;   // its checksum and its copy meet in L2
 constexpr std::uint64_t kShmChunk = 16384UL * 1024;
 
 }  // namespace
