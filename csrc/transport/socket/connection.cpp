@@ -265,7 +265,11 @@ void Connection::work(std::int64_t now) {
 }
 
 void Connection::work_bulk(std::int64_t now) {
-  if (!dead() && pulls_[0].empty()) pull(1, kNumPriorities - 1, kBulkPullBytes, now);
+  if (!dead() && shm() && pulls_[0].empty()) {
+    pull(1, kNumPriorities - 1, kBulkPullBytes, now);
+    if (!dead()) pump(lanes_[0], now);  // its results and credits: nothing else may come to wake us
+    if (!dead()) update_interest(lanes_[0]);
+  }
   for (std::size_t n = 1; n < num_lanes_ && !dead(); ++n) {
     lanes_[n].more = false;
     if (lanes_[n].state != Lane::State::kUp || !higher_waits(n)) pump(lanes_[n], now);
