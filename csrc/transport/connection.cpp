@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::int64_t kFlushNs = 100'000'000;  // of close()
 constexpr std::size_t kMaxQueuedPieces = 65536;
+constexpr std::int64_t kLeastKeepaliveNs = 20'000'000;  // a shorter one would only be pings
 
 struct LinkHello {  // before the identity, inside the handshake
   std::int64_t keepalive_ns;
@@ -111,7 +112,10 @@ void Connection::on_established(std::int64_t now) {
     return fail(Error{ErrorCode::kCorrupt, "the peer's hello is too short"});
   LinkHello head{};
   std::memcpy(&head, hello.data(), sizeof head);
-  peer_keepalive_ns_ = head.keepalive_ns;
+  if (head.keepalive_ns < 0)
+    return fail(Error{ErrorCode::kCorrupt,
+                      text("the peer's keep-alive of ", head.keepalive_ns, " ns is negative")});
+  peer_keepalive_ns_ = head.keepalive_ns == 0 ? 0 : std::max(head.keepalive_ns, kLeastKeepaliveNs);
   last_rx_ns_ = now;
   {
     const std::lock_guard lock(io_->shared.mu);
@@ -119,7 +123,7 @@ void Connection::on_established(std::int64_t now) {
                                 hello.size() - sizeof head);
   }
   state_ = State::kUp;
-  link_->up = true;
+  link_->up = announced_up_ = true;
   io_->shared.events.push(Up{link_->id, !initiator_});
   if (!shm()) return;
   for (const auto& [id, view] : io_->shared.grants.regions()) announce_region(id, view);
@@ -167,7 +171,7 @@ void Connection::finish(std::vector<Command> orphans) {
   // The shutdown tells a peer that is copying from our memory not to announce it (see the top).
   ::shutdown(fd_.get(), SHUT_RDWR);
   fd_.reset();
-  const bool silent = !initiator_ && !auth_.established();  // it never was a link
+  const bool silent = !initiator_ && !announced_up_;  // it never was a link
   for (Command& command : orphans) {
     if (auto* op = std::get_if<std::unique_ptr<Op>>(&command.what)) {
       const std::uint64_t id = (*op)->id;

@@ -194,6 +194,7 @@ class Connection {
   std::int64_t close_deadline_ns_ = 0;
   std::int64_t peer_keepalive_ns_ = 0;
   bool bye_sent_ = false;
+  bool announced_up_ = false;
 };
 
 }  // namespace kvcore::transport

@@ -62,7 +62,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
 
 def cpp_files() -> Iterator[pathlib.Path]:
     """Every C++ and CUDA source of csrc and tests."""
-    for folder in ("csrc", "tests/cpp"):
+    for folder in ("csrc", "tests/cpp", "tests/fuzz"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in CPP_SUFFIXES:
                 yield path
