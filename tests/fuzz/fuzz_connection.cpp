@@ -12,7 +12,7 @@
 #include <set>
 
 #include "fuzz.h"
-#include "transport/connection.h"
+#include "transport/socket/connection.h"
 
 namespace kvcore::fuzz {
 namespace {
@@ -23,7 +23,7 @@ constexpr std::uint64_t kRegionBytes = 64UL * 1024;
 constexpr Range kWritable[] = {{4096, 8192}, {16384, 4096}};
 constexpr Range kReadable{32768, 4096};
 constexpr Range kOwnTarget{49152, 8192};  // of our own reads
-constexpr std::string_view kLabel = "kvcore-fuzz-1";
+constexpr std::string_view kLabel = "kvcore-link-2";
 
 enum class Step : std::uint8_t {
   kRaw,
@@ -80,7 +80,7 @@ class Talk {
     std::memset(ground_->base, 0x5a, kRegionBytes);
     shared_.wake_fd = UniqueFd(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     epoll_ = UniqueFd(::epoll_create1(EPOLL_CLOEXEC));
-    region_ = *shared_.grants.add_region(ground_->base, kRegionBytes, ground_->region_fd.get());
+    region_ = *shared_.grants.add_region({ground_->base, kRegionBytes, ground_->region_fd.get()});
     grants_[0] = *shared_.grants.create(region_, kWritable, Rights::kWrite, 0);
     grants_[1] = *shared_.grants.create(region_, {&kReadable, 1}, Rights::kRead, 0);
     grants_[2] = *shared_.grants.create(region_, {&kReadable, 1}, Rights::kReadWrite, 1);
@@ -91,11 +91,9 @@ class Talk {
             "a socketpair");
     peer_fd_ = UniqueFd(fds[1]);
     link_->id = LinkId{1};
-    link_->shm = shm;
+    shm_ = shm;
     io_.emplace(Io{shared_, epoll_.get(), std::vector<std::byte>(65536)});
-    victim_.emplace(&*io_, link_, UniqueFd(fds[0]),
-                    make_auth(AuthSession::Side::kResponder, make_link_hello(shared_.options)),
-                    false, now_);
+    victim_.emplace(&*io_, link_, UniqueFd(fds[0]), shm, false, now_);
     handshake();
   }
 
@@ -120,7 +118,7 @@ class Talk {
         now_ += in->number<std::uint16_t>() * 100'000LL;
         break;
       case Step::kRevoke:
-        shared_.grants.revoke(grants_[0].ref);
+        require(shared_.grants.revoke(grants_[0].ref) == Fence::kDone, "the fence stands at once");
         if (!revoked_) after_revoke_.assign(ground_->base, ground_->base + kRegionBytes);
         revoked_ = true;
         break;
@@ -148,14 +146,14 @@ class Talk {
  private:
   static TransportOptions options() {
     TransportOptions o;
-    o.max_unread_bytes = 1UL << 20;
+    o.credits.total_bytes = 1UL << 20;
     return o;
   }
 
   void handshake() {
     std::vector<std::byte> reply(4096), proof;
     deliver(peer_.start());
-    victim_->on_event(EPOLLIN, now_);
+    victim_->on_event(0, EPOLLIN, now_);
     victim_->work(now_);
     const ssize_t n = ::recv(peer_fd_.get(), reply.data(), reply.size(), MSG_DONTWAIT);
     require(n > 0, "the handshake is answered");
@@ -206,7 +204,7 @@ class Talk {
     out.insert(out.end(), body.begin(), body.end());
     const Mac mac = peer_.seal({out});
     out.insert(out.end(), mac.begin(), mac.end());
-    if (!link_->shm) out.resize(out.size() + fields.payload_bytes, std::byte{0xa5});
+    if (!shm_) out.resize(out.size() + fields.payload_bytes, std::byte{0xa5});
     deliver(out);
   }
 
@@ -239,7 +237,7 @@ class Talk {
   // What the I/O thread does in one round.
   void turn() {
     if (victim_->dead()) return;
-    victim_->on_event(EPOLLIN, now_);
+    victim_->on_event(0, EPOLLIN, now_);
     victim_->work(now_);
     for (int i = 0; i < 64 && !victim_->dead() && victim_->busy(); ++i) victim_->work(now_);
     if (!victim_->dead() && !victim_->busy())
@@ -291,6 +289,7 @@ class Talk {
 
   Ground* ground_;
   bool reads_;
+  bool shm_ = false;
   Shared shared_;
   UniqueFd epoll_, peer_fd_;
   RegionId region_{};

@@ -1,7 +1,7 @@
 // The prefix and every body of a socket link's frame (transport/frame.h).
 // Input: shm u8, type u8 of the parser, prefix, body.
 #include "fuzz.h"
-#include "transport/frame.h"
+#include "transport/socket/frame.h"
 
 namespace kvcore::fuzz {
 namespace {

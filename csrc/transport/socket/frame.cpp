@@ -1,4 +1,4 @@
-#include "transport/frame.h"
+#include "transport/socket/frame.h"
 
 #include <bit>
 #include <string_view>
@@ -41,6 +41,18 @@ Result<std::uint64_t> total_bytes(const std::vector<Item>& items, std::uint64_t 
   return total;
 }
 
+std::size_t most_body_bytes(const FramePrefix& p) {
+  switch (static_cast<FrameType>(p.type)) {
+    case FrameType::kPing:
+    case FrameType::kBye:
+      return 0;
+    case FrameType::kMessage:
+      return kMaxMessageBytes + ((p.flags & kFlagAnswer) != 0 ? sizeof(OpHead) : 0);
+    default:
+      return kMaxBodyBytes;
+  }
+}
+
 }  // namespace
 
 Status check_prefix(const FramePrefix& p, bool shm) {
@@ -49,11 +61,9 @@ Status check_prefix(const FramePrefix& p, bool shm) {
     return corrupt(text("frame type ", static_cast<int>(p.type), " is unknown"));
   if (p.priority >= kNumPriorities)
     return corrupt(text("frame priority ", static_cast<int>(p.priority), " is unknown"));
-  if ((p.flags & ~(kFlagLast | kFlagUnchecked)) != 0)
-    return corrupt(text("frame flags ", p.flags, " are unknown"));
+  if ((p.flags & ~kAllFlags) != 0) return corrupt(text("frame flags ", p.flags, " are unknown"));
   const auto type = static_cast<FrameType>(p.type);
-  const bool empty = type == FrameType::kPing || type == FrameType::kBye;
-  if (p.body_bytes > (empty ? 0 : type == FrameType::kMessage ? kMaxMessageBytes : kMaxBodyBytes))
+  if (p.body_bytes > most_body_bytes(p))
     return corrupt(
         text("frame type ", static_cast<int>(p.type), " with a body of ", p.body_bytes, " bytes"));
   const bool only_shm = type >= FrameType::kReadGo && type <= FrameType::kRegionGone;
@@ -111,7 +121,7 @@ Result<ResultFrame> parse_result(Bytes body) {
     if (body.size() != sizeof(ResultHead)) return corrupt("result frame too long");
     return out;
   }
-  if (out.head.code - 1 > static_cast<std::uint64_t>(ErrorCode::kInternal))
+  if (out.head.code - 1 > static_cast<std::uint64_t>(kLastErrorCode))
     return corrupt(text("result code ", out.head.code, " is unknown"));
   const Bytes rest = body.subspan(sizeof(ResultHead));
   if (rest.size() > kMaxResultText)
