@@ -23,6 +23,9 @@ void run(Input input) {
   for (const std::int64_t offset : placement.offsets)
     require(offset + (shape.num_layers - 1) * placement.layer_stride_bytes + shape.slice_bytes > 0,
             "a place is a positive offset");
+  for (const std::string& address : grant->addresses)
+    for (const char c : address)
+      require(static_cast<unsigned char>(c) < 0x80, "an address is plain text");
   (void)check_layout(grant->spec, grant->spec).ok();
 }
 
