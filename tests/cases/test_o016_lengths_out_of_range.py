@@ -1,7 +1,7 @@
 """O16 (flashinfer#320): a last page fuller than a page was accepted silently.
 
-A plan takes context lengths, so a last page cannot be given at all; what can be given wrongly is
-a length that the block table does not cover, or one that is no length.
+A plan takes context lengths, so a last page cannot be given at all; what can be given wrongly is a
+length that the block table does not cover, or one that is no length.
 """
 
 import numpy as np

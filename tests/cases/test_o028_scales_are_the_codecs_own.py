@@ -1,8 +1,8 @@
 """O28 (sglang#18818) and O102 (flashinfer#1023): scales given by the caller were lost on the way.
 
 kvcore takes no scale anywhere: a block's scales come from its own numbers and travel inside it.
-What remains to be shown is that nothing accepts one and drops it, and that large and small
-numbers come back at their size.
+What remains to be shown is that nothing accepts one and drops it, and that large and small numbers
+come back at their size.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """O32 (TensorRT-LLM#2699): with fp8 KV and block reuse 200 equal queries got differing answers.
 
 One engine whose full pages are compressed answers one prompt again and again: from nothing, with
-all of its prefix cached, with half of it, alone and beside others. A page's bytes are a function
-of the numbers in it (no scale is kept from elsewhere), and the numbers one of the pages they were
+all of its prefix cached, with half of it, alone and beside others. A page's bytes are a function of
+the numbers in it (no scale is kept from elsewhere), and the numbers one of the pages they were
 computed over; so equal paths give equal bytes and answers, every path has the same first layer,
 cached pages never change, and an exact engine gives the same bytes and answer whatever the path.
 
 What a lossy engine computes over a half that is sealed already is not what it computes over bf16,
-so that path has its own bytes in later layers (of the same fidelity: the worst of a page's own
-and its parents').
+so that path has its own bytes in later layers (of the same fidelity: the worst of a page's own and
+its parents').
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """O36 (vllm#23587), O33 (vllm#45330), O35 (sglang#15674): unlike sides of a hand-over.
 
-A difference in layout or in the number of KV heads a rank holds crashed a server, tripped an
-assert or was accepted and collapsed under load. A hand-over between pages that differ in anything
-is refused when it is opened, by name, and both sides serve on.
+A difference in layout or in the number of KV heads a rank holds crashed a server, tripped an assert
+or was accepted and collapsed under load. A hand-over between pages that differ in anything is
+refused when it is opened, by name, and both sides serve on.
 """
 
 from __future__ import annotations

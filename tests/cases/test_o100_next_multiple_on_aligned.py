@@ -1,7 +1,6 @@
 """O100: rounding up an aligned value gave one page too few (ai-dynamo/dynamo PR#13312).
 
-The case counts in pages of 4; the smallest page here is 16, so all numbers are four times as
-large.
+The case counts in pages of 4; the smallest page here is 16, so all numbers are four times as large.
 """
 
 from __future__ import annotations
