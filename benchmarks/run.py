@@ -35,6 +35,7 @@ CASES = {
     "page_bounds": "bounds of pages for query-aware selection, against attention over the page",
     "page_scores": "decoding with the attention mass of each page, against without",
     "stream_overlap": "KV arrived when prefill ends, and time exposed after, over shm and tcp",
+    "peer_death": "SIGKILL at each step of a hand-over: time until told, pages back, no stamp",
     "model_step": "a decode step and a cold first token of SmolLM2, against peers on one thread",
 }
 PEERS = ("vllm",)
