@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -138,6 +139,8 @@ class Core {
     std::uint32_t class_number = 0;
     pages::PageClass page_class;  // of sealed pages
     std::vector<IncomingShare> shares{};
+    std::deque<Receiver::Action> actions{};    // to be carried out
+    std::set<std::uint64_t> pending_fences{};  // grants; while there are any, actions wait
   };
   struct Outgoing {
     Sender machine;
@@ -184,6 +187,7 @@ class Core {
   void on_arrival(const transport::Arrival& arrival, std::int64_t now_ns);
   void on_message(const transport::Message& message, std::int64_t now_ns);
   void on_completion(const transport::Completion& completion, std::int64_t now_ns);
+  void on_fenced(const transport::Fenced& fenced);
   void take_arrival(const RequestId& id, std::size_t share, const transport::Arrival& arrival,
                     std::int64_t now_ns);
   void on_sums(const RequestId& id, std::size_t share, const StreamMessage& message,
@@ -206,9 +210,11 @@ class Core {
   void unstage(const Posted& posted);
   void on_time(std::int64_t now_ns);
   void settle_receiver(const RequestId& id);  // carries out its actions; forgets it when it is over
+  void carry_out(const RequestId& id, Incoming& in, Receiver::Action action);
+  void after_fence(Incoming& in);
   void settle_sender(std::uint64_t id);
   void finish_pages(const Incoming& in);
-  void revoke_all(const Receiver& machine);
+  void revoke_all(Incoming& in);
   void send(transport::LinkId link, const StreamMessage& message);
   void io_release(std::span<const std::int32_t> pages);
 
