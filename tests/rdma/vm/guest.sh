@@ -3,6 +3,7 @@
 export PATH=/guest:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export HOME=/root LANG=C.UTF-8
 B=/guest/busybox
+ip() { /usr/bin/env ip "$@"; }  # busybox prefers its own small one
 $B mount -t 9p -o trans=virtio,version=9p2000.L,rw,cache=none,msize=524288 share /share \
   || { echo "GUEST_FAILED: no 9p share"; $B poweroff -f; }
 mkdir -p /lib/modules; ln -sfn /guest/modules/$(uname -r) /lib/modules/$(uname -r)
