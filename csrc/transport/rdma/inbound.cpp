@@ -45,16 +45,17 @@ void Inbound::on(const Broken& m, std::int64_t) {
   if (m.rail < rails_.size() && m.epoch == rails_[m.rail].epoch) kill_rail(m.rail, false);
 }
 
-// The queue pair goes, and with it every window that was bound to it: a fence without a wait.
+// The windows go, then their queue pair: a fence without a wait. In this order, since Soft-RoCE
+// lets the destruction of a queue pair wait up to 50 s for the windows that are bound to it.
 void Inbound::kill_rail(std::uint32_t index, bool tell) {
   Rail& rail = rails_[index];
   if (rail.pair == nullptr) return;
+  for (auto& [id, exposed] : exposed_) exposed.rails[index] = {};
   rail.pair.reset();
   rail.queue.abandon();
   rail.pending.clear();
   rail.posted.clear();
   if (tell) control_.push_back(Broken{index, rail.epoch, true});
-  for (auto& [id, exposed] : exposed_) exposed.rails[index] = {};
   end_revokes();
 }
 

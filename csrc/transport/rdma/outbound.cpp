@@ -165,32 +165,24 @@ void Outbound::offer(std::uint32_t index, std::int64_t now) {
   urgent_.push_back(Offer{index, rail.epoch, rail.pair->local()});
 }
 
-// blame: the rail itself is at fault. tell: the owner does not know yet.
+// The queue pair is destroyed at once, which ends all that it holds: what has not completed counts
+// as flushed. (An error state and a wait for the flush would say the same a little more exactly,
+// and later.) blame: the rail itself is at fault. tell: the owner does not know yet.
 void Outbound::break_rail(std::uint32_t index, bool blame, bool tell, std::int64_t now) {
   Rail& rail = rails_[index];
-  if (rail.state == RailState::kDown || rail.state == RailState::kDraining) return;
+  if (rail.state == RailState::kDown) return;
   if (blame) rail.health.on_error(now);
   if (tell) urgent_.push_back(Broken{index, rail.epoch, false});
-  rail.state = RailState::kDraining;
-  rail.drain_until = now + kDrainGraceNs;
   for (auto& [id, map] : maps_) map.rails[index] = {};
-  // If even this is refused, the grace ends with the destruction of the queue pair.
-  if (!rail.pair->to_error()) rail.drain_until = now;
-  if (rail.queue.drained()) drained(index);
-}
-
-// Nothing of this rail is in a queue any more; destroying it makes that certain.
-void Outbound::drained(std::uint32_t index) {
-  Rail& rail = rails_[index];
   rail.pair.reset();
   rail.queue.abandon();
   rail.state = RailState::kDown;
   for (const Sent& sent : rail.sent)
     if (sent.op != 0) ops_.at(sent.op).replay = true;
-  if (!rail.sent.empty()) retire(index, rail.sent.back().id, true);
+  if (!rail.sent.empty()) retire(index, rail.sent.back().id);
 }
 
-void Outbound::retire(std::uint32_t index, std::uint64_t id, bool flushed) {
+void Outbound::retire(std::uint32_t index, std::uint64_t id) {
   Rail& rail = rails_[index];
   while (!rail.sent.empty() && rail.sent.front().id <= id) {
     const Sent sent = rail.sent.front();
@@ -199,8 +191,6 @@ void Outbound::retire(std::uint32_t index, std::uint64_t id, bool flushed) {
     if (sent.op == 0) continue;
     Op* op = find(sent.op);
     --op->outstanding;
-    // Those before it were done without a word: what fails always says so itself.
-    if (flushed && sent.id == id) op->replay = true;
     settle(op);
   }
 }
@@ -210,17 +200,11 @@ bool Outbound::owns(std::uint32_t rail, QueuePairNumber number) const {
 }
 
 void Outbound::on_work(std::uint32_t index, const WorkDone& done, std::int64_t now) {
-  Rail& rail = rails_[index];
-  if (!rail.queue.retire(done.id)) return;
-  const bool ok = done.status == WorkStatus::kOk;
-  if (!ok) {
-    // A revoked window is the owner's right, and a flush follows a fault that was counted.
-    const bool blame =
-        done.status != WorkStatus::kRemoteAccess && done.status != WorkStatus::kFlushed;
-    break_rail(index, blame, true, now);
-  }
-  retire(index, done.id, !ok);
-  if (rail.state == RailState::kDraining && rail.queue.drained()) drained(index);
+  // A revoked window is the owner's right, and no error of the rail.
+  if (done.status != WorkStatus::kOk)
+    return break_rail(index, done.status != WorkStatus::kRemoteAccess, true, now);
+  // Those before it were done without a word: what fails always says so itself.
+  if (rails_[index].queue.retire(done.id)) retire(index, done.id);
 }
 
 void Outbound::port_down(std::uint32_t rail, std::int64_t now) {
@@ -349,7 +333,6 @@ void Outbound::step(std::int64_t now) {
   bool all_rest = true;
   for (std::uint32_t r = 0; r < rails_.size(); ++r) {
     Rail& rail = rails_[r];
-    if (rail.state == RailState::kDraining && now >= rail.drain_until) drained(r);
     if (rail.state == RailState::kDown && rail.health.usable(now)) offer(r, now);
     all_rest = all_rest && rail.state == RailState::kDown && !rail.health.usable(now);
   }
@@ -390,7 +373,6 @@ void Outbound::post_all(std::int64_t now) {
 std::int64_t Outbound::next_timer_ns() const {
   std::int64_t next = std::numeric_limits<std::int64_t>::max();
   for (const Rail& rail : rails_) {
-    if (rail.state == RailState::kDraining) next = std::min(next, rail.drain_until);
     if (rail.state == RailState::kDown) next = std::min(next, rail.health.rests_until_ns());
   }
   for (const std::uint64_t id : ending_) next = std::min(next, ops_.at(id).drain_until);

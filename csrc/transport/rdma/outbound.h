@@ -5,11 +5,11 @@
 // when the owner's verdict is there AND none of its work is left in a queue: only then does its
 // local memory belong to the caller again. A read ends with its own completions.
 //
-// Trouble      Any failed work breaks its rail's queue pair: error state, all its work flushes, a
-//              new one is offered unless the rail must rest. What was flushed may have been
-//              executed, so a write is replayed only after the owner has answered for its grant
-//              again: to the same place, still fenced, under the next attempt number. An owner that
-//              had it all answers with its verdict first, and then nothing is replayed.
+// Trouble      Any failed work ends its rail's queue pair: it is destroyed with all its work, and a
+//              new one is offered unless the rail must rest. What was lost may have been executed,
+//              so a write is replayed only after the owner has answered for its grant again: to
+//              the same place, still fenced, under the next attempt number. An owner that had it
+//              all answers with its verdict first, and then nothing is replayed.
 // Giving up    Nothing more is posted; what is in a queue gets kDrainGraceNs, then the queue pair
 //              is destroyed, which ends it.
 //
@@ -62,7 +62,7 @@ class Outbound {
     std::uint64_t op;
     Status status;
   };
-  enum class RailState : std::uint8_t { kDown, kOffered, kReady, kDraining };
+  enum class RailState : std::uint8_t { kDown, kOffered, kReady };
 
   Outbound(std::vector<Nic*> nics, OutboundOptions options);
 
@@ -116,7 +116,6 @@ class Outbound {
     std::deque<Sent> sent{};
     std::uint64_t in_flight = 0;
     RailHealth health{};
-    std::int64_t drain_until = 0;
     std::uint64_t bytes_posted = 0;
   };
   struct Op {
@@ -148,8 +147,7 @@ class Outbound {
 
   void offer(std::uint32_t rail, std::int64_t now);
   void break_rail(std::uint32_t rail, bool blame, bool tell, std::int64_t now);
-  void drained(std::uint32_t rail);
-  void retire(std::uint32_t rail, std::uint64_t id, bool flushed);
+  void retire(std::uint32_t rail, std::uint64_t id);
   bool advance(Op* op, std::int64_t now, bool* waiting);
   bool prepare(Op* op, std::int64_t now, bool* waiting);
   bool post_chunk(Op* op, const Chunk& chunk, std::int64_t now);

@@ -80,11 +80,6 @@ class SystemPair final : public QueuePair {
   const Endpoint& local() const noexcept override { return local_; }
   Status connect(const Endpoint& remote, const PathSettings& settings) override;
   Status post(std::span<const Work> work, std::size_t* posted) override;
-  Status to_error() override {
-    ibv_qp_attr attr{};
-    attr.qp_state = IBV_QPS_ERR;
-    return modify(&attr, IBV_QP_STATE, "queue pair to error");
-  }
   Status initialise();
 
  private:

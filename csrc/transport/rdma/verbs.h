@@ -2,8 +2,9 @@
 // by dlopen), or a fake fabric in tests. Only what kvcore needs: reliable connected queue pairs,
 // one-sided work, zero-byte receives of a shared queue, type 2B memory windows.
 //
-// Life         A Nic outlives what it made. Destroying a QueuePair is the hard fence: when the
-//              destructor has returned, nothing reaches memory through it and its windows are dead.
+// Life         A Nic outlives what it made; windows go before the queue pair they are bound to.
+//              Destroying a Window or a QueuePair is the hard fence: when the destructor has
+//              returned, nothing reaches memory through it any more.
 // Threads      One thread for a Nic and all it made, but for register_memory (any thread).
 // Completions  Every piece of work that fails or is flushed completes, signalled or not; work that
 //              succeeds completes only when signalled. Those of one queue pair come in the order of
@@ -120,10 +121,9 @@ class QueuePair {
   virtual const Endpoint& local() const noexcept = 0;
   // To ready-to-receive and ready-to-send.
   virtual Status connect(const Endpoint& remote, const PathSettings& settings) = 0;
-  // All or, when it fails, the first *posted of them. A half posted batch leaves no way to count
-  // but to_error.
+  // All or, when it fails, the first *posted of them. After a failure destroy the queue pair: a
+  // half posted batch leaves no way to count.
   virtual Status post(std::span<const Work> work, std::size_t* posted) = 0;
-  virtual Status to_error() = 0;  // everything posted completes, flushed
 };
 
 struct NicInfo {

@@ -57,7 +57,7 @@ void FakeFabric::execute(FakePair* pair) {
   }
   if (status != WorkStatus::kOk || work.work.signalled)
     pair->send_done_.push_back({work.work.id, pair->local_.number, work.work.kind, status, 0});
-  if (status != WorkStatus::kOk) (void)pair->to_error();
+  if (status != WorkStatus::kOk) pair->flush();
 }
 
 WorkStatus FakeFabric::carry_out(FakePair* pair, const FakeWork& work) {
@@ -124,6 +124,7 @@ WorkStatus FakeFabric::carry_out(FakePair* pair, const FakeWork& work) {
 }
 
 FakePair::~FakePair() {
+  EXPECT_TRUE(windows_.empty()) << "destroyed before its windows: real devices wait for them";
   for (auto& [key, window] : windows_) window->bound = nullptr;
   fabric_->pairs.erase(static_cast<std::uint32_t>(local_.number));
 }
@@ -146,17 +147,16 @@ Status FakePair::post(std::span<const Work> work, std::size_t* posted) {
     queue_.back().work.pieces = {};
     EXPECT_LE(queue_.size(), nic_->info().send_depth) << "the queue overflowed";
     ++*posted;
-    if (error_) (void)to_error();
+    if (error_) flush();
   }
   return {};
 }
 
-Status FakePair::to_error() {
+void FakePair::flush() {
   error_ = true;
   for (const FakeWork& w : queue_)
     send_done_.push_back({w.work.id, local_.number, w.work.kind, WorkStatus::kFlushed, 0});
   queue_.clear();
-  return {};
 }
 
 Result<std::unique_ptr<RegisteredMemory>> FakeNic::register_memory(const MemoryRequest& r) {

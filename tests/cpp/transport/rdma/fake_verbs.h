@@ -84,7 +84,7 @@ class FakePair final : public QueuePair {
   const Endpoint& local() const noexcept override { return local_; }
   Status connect(const Endpoint& remote, const PathSettings& settings) override;
   Status post(std::span<const Work> work, std::size_t* posted) override;
-  Status to_error() override;
+  void flush();  // into the error state: all that is queued completes
 
   FakeFabric* fabric_;
   FakeNic* nic_;
