@@ -17,6 +17,7 @@ std::string_view to_string(ErrorCode code) noexcept {
     case ErrorCode::kUnsupported: return "Unsupported";
     case ErrorCode::kIo: return "IoError";
     case ErrorCode::kInternal: return "InternalError";
+    case ErrorCode::kPeerHung: return "PeerHung";
   }
   return "InternalError";
 }

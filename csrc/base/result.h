@@ -1,5 +1,6 @@
-// Errors are values: Result<T> and Status, with named codes. Exceptions exist only in csrc/bindings.
-// A message names the field, the value it had and what is allowed. Thread rules: plain values.
+// Errors are values: Result<T> and Status, with named codes. Exceptions exist only in
+// csrc/bindings. A message names the field, the value it had and what is allowed. Thread rules:
+// plain values.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +25,10 @@ enum class ErrorCode : std::uint8_t {
   kUnsupported,      // this build or machine cannot do it; the message says why
   kIo,               // the operating system refused a call; the message carries errno
   kInternal,         // a broken invariant of kvcore itself
+  kPeerHung,         // the peer may be alive, but was silent for longer than the keep-alive
 };
+// Codes travel as numbers: new ones are appended, and decoders refuse what lies behind the last.
+inline constexpr ErrorCode kLastErrorCode = ErrorCode::kPeerHung;
 
 std::string_view to_string(ErrorCode code) noexcept;
 
@@ -74,10 +78,9 @@ inline Error invalid_argument(std::string message) {
 }
 
 // Returns from the enclosing function with the error of `expr`, if it has one.
-#define KVCORE_RETURN_IF_ERROR(expr)                   \
-  do {                                                 \
-    if (auto kvcore_status_ = (expr); !kvcore_status_) \
-      return kvcore_status_.error();                   \
+#define KVCORE_RETURN_IF_ERROR(expr)                                                  \
+  do {                                                                                \
+    if (auto kvcore_status_ = (expr); !kvcore_status_) return kvcore_status_.error(); \
   } while (0)
 
 #define KVCORE_CONCAT_INNER(a, b) a##b

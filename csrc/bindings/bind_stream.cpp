@@ -176,7 +176,7 @@ py::dict endpoint_stats(Endpoint& ep) {
 
 void bind_endpoint(py::module_& m) {
   py::class_<LoopbackHub, std::shared_ptr<LoopbackHub>>(m, "LoopbackHub")
-      .def(py::init(&transport::make_loopback_hub));
+      .def(py::init([] { return transport::make_loopback_hub(); }));
   py::class_<Endpoint>(m, "Endpoint")
       .def(py::init(&make_endpoint), py::arg("pool"), py::arg("listen"), py::arg("key"),
            py::arg("identity"), py::arg("checksums"), py::arg("pacing_bytes_per_s"),
@@ -212,7 +212,7 @@ const char* state_name(stream::Sender::State state) {
 }
 
 ErrorCode abort_code(const std::string& name) {
-  for (int c = 0; c <= static_cast<int>(ErrorCode::kInternal); ++c) {
+  for (int c = 0; c <= static_cast<int>(kLastErrorCode); ++c) {
     if (to_string(static_cast<ErrorCode>(c)) == name) return static_cast<ErrorCode>(c);
   }
   throw ErrorException{invalid_argument(text("code='", name, "' names no class of kvcore.errors"))};

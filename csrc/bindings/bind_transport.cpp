@@ -54,6 +54,9 @@ struct ToTuple {
                           py::bytes(reinterpret_cast<const char*>(e.bytes.data()), e.bytes.size()),
                           e.at_ns);
   }
+  py::tuple operator()(const Fenced& e) const {
+    return py::make_tuple("fenced", 0, to_bytes(e.grant));
+  }
   py::tuple operator()(const Down& e) const {
     return py::make_tuple("down", raw_id(e.link), outcome(e.status));
   }
@@ -73,10 +76,23 @@ std::vector<T> triples(const py::sequence& list) {
   return out;
 }
 
-OpOptions make_options(std::int64_t deadline_ns, int priority, bool checksum) {
+Priority to_priority(int priority) {
   if (priority < 0 || priority >= kNumPriorities)
     throw ErrorException{invalid_argument("priority must be 0 (stream), 1 (prefetch) or 2")};
-  return {deadline_ns, static_cast<Priority>(priority), checksum};
+  return static_cast<Priority>(priority);
+}
+
+py::bytes to_bytes(const Digest& digest) {
+  return {reinterpret_cast<const char*>(digest.data()), digest.size()};
+}
+
+Digest to_digest(const char* field, const std::string& bytes) {
+  Digest digest{};
+  if (!bytes.empty() && bytes.size() != digest.size())
+    throw ErrorException{invalid_argument(
+        std::string(field) + " has " + std::to_string(bytes.size()) + " bytes, must have 0 or 32")};
+  std::memcpy(digest.data(), bytes.data(), bytes.size());
+  return digest;
 }
 
 py::dict to_dict(const LinkInfo& info) {
@@ -84,6 +100,9 @@ py::dict to_dict(const LinkInfo& info) {
   d["scheme"] = info.scheme;
   d["peer_address"] = info.peer_address;
   d["peer_identity"] = py::bytes(info.peer_identity);
+  d["peer_role"] = info.peer_role;
+  d["peer_model"] = to_bytes(info.peer_model);
+  d["peer_layout"] = to_bytes(info.peer_layout);
   d["peer_pid"] = info.peer_pid;
   d["up"] = info.up;
   d["bytes_out"] = info.bytes_out;
@@ -99,25 +118,27 @@ void bind_link(py::module_& m) {
   py::class_<Link, std::shared_ptr<Link>>(m, "Link")
       .def_property_readonly("id", [](const Link& l) { return raw_id(l.id()); })
       .def("send",
-           [](Link& l, const py::buffer& message, int priority) {
+           [](Link& l, const py::buffer& message, int priority, std::int64_t deadline_ns,
+              bool completion) {
              const py::buffer_info b = message.request();
              const auto* p = static_cast<const std::byte*>(b.ptr);
-             unwrap(l.send({p, static_cast<std::size_t>(b.size * b.itemsize)},
-                           make_options(0, priority, true).priority));
+             return static_cast<std::uint64_t>(
+                 unwrap(l.send({p, static_cast<std::size_t>(b.size * b.itemsize)},
+                               {to_priority(priority), deadline_ns, completion})));
            })
       .def("write",
            [](Link& l, std::uint32_t region, const py::sequence& segments, const std::string& grant,
               std::uint64_t tag, std::int64_t deadline_ns, int priority, bool checksum) {
              return static_cast<std::uint64_t>(
                  unwrap(l.write(RegionId{region}, triples<Segment>(segments), to_grant(grant), tag,
-                                make_options(deadline_ns, priority, checksum))));
+                                {deadline_ns, to_priority(priority), checksum})));
            })
       .def("read",
            [](Link& l, std::uint32_t region, const py::sequence& segments, const std::string& grant,
               std::int64_t deadline_ns, int priority) {
              return static_cast<std::uint64_t>(
                  unwrap(l.read(RegionId{region}, triples<Segment>(segments), to_grant(grant),
-                               make_options(deadline_ns, priority, true))));
+                               {deadline_ns, to_priority(priority)})));
            })
       .def("cancel", [](Link& l, std::uint64_t op) { l.cancel(OpId{op}); })
       .def("set_pacing", &Link::set_pacing)
@@ -126,10 +147,15 @@ void bind_link(py::module_& m) {
 }
 
 std::unique_ptr<Transport> make(const std::string& key, const std::string& identity,
-                                double handshake_s, double keepalive_s, std::uint64_t pacing) {
+                                const std::string& role, const std::string& model_digest,
+                                const std::string& layout_digest, double handshake_s,
+                                double keepalive_s, std::uint64_t pacing) {
   TransportOptions options;
   options.key = key;
   options.identity = identity;
+  options.role = role;
+  options.model_digest = to_digest("model_digest", model_digest);
+  options.layout_digest = to_digest("layout_digest", layout_digest);
   options.handshake_ns = static_cast<std::int64_t>(handshake_s * 1e9);
   options.keepalive_ns = static_cast<std::int64_t>(keepalive_s * 1e9);
   options.pacing_bytes_per_s = pacing;
@@ -165,7 +191,8 @@ void bind_transport(py::module_ m) {
   m.def("now_ns", &now_ns);
   bind_link(m);
   py::class_<Transport>(m, "Transport")
-      .def(py::init(&make), py::arg("key"), py::arg("identity"), py::arg("handshake_s"),
+      .def(py::init(&make), py::arg("key"), py::arg("identity"), py::arg("role"),
+           py::arg("model_digest"), py::arg("layout_digest"), py::arg("handshake_s"),
            py::arg("keepalive_s"), py::arg("pacing_bytes_per_s"))
       .def("register_region",
            [](Transport& t, std::uintptr_t address, std::uint64_t bytes, int memfd) {
@@ -183,16 +210,17 @@ void bind_transport(py::module_ m) {
            })
       .def("create_grant",
            [](Transport& t, std::uint32_t region, const py::sequence& ranges, int rights,
-              std::int64_t expires_ns) {
-             const Grant grant = unwrap(t.create_grant(RegionId{region}, triples<Range>(ranges),
-                                                       static_cast<Rights>(rights), expires_ns));
+              std::int64_t expires_ns, const std::string& peer) {
+             const Grant grant =
+                 unwrap(t.create_grant(RegionId{region}, triples<Range>(ranges),
+                                       static_cast<Rights>(rights), expires_ns, peer));
              return to_bytes(grant.ref);
            })
       .def("revoke_grant",
            [](Transport& t, const std::string& grant) {
              const GrantRef ref = to_grant(grant);
              const py::gil_scoped_release release;
-             t.revoke_grant(ref);
+             return t.revoke_grant(ref) == Fence::kPending;
            })
       .def("listen", [](Transport& t, const std::string& a) { return unwrap(t.listen(a)); })
       .def("connect", [](Transport& t, const std::string& a) { return unwrap(t.connect(a)); })

@@ -152,7 +152,7 @@ Result<std::shared_ptr<SendPort>> Core::open(std::span<const std::byte> bytes,
 
 bool Core::release(const RequestId& id, std::int64_t now_ns) {
   const auto it = incoming_.find(id);
-  if (it == incoming_.end()) return false;
+  if (it == incoming_.end() || !it->second.machine.active()) return false;
   it->second.machine.release(now_ns);
   ++stats_.released;
   settle_receiver(id);
@@ -194,6 +194,7 @@ void Core::handle(transport::Event& event, std::int64_t now_ns) {
   if (const auto* c = std::get_if<transport::Completion>(&event)) return on_completion(*c, now_ns);
   if (const auto* a = std::get_if<transport::Arrival>(&event)) return on_arrival(*a, now_ns);
   if (const auto* m = std::get_if<transport::Message>(&event)) return on_message(*m, now_ns);
+  if (const auto* f = std::get_if<transport::Fenced>(&event)) return on_fenced(*f);
   if (const auto* d = std::get_if<transport::Down>(&event)) return on_down(*d, now_ns);
 }
 
@@ -298,7 +299,7 @@ bool Core::step(std::int64_t now_ns, std::size_t max_events) {
 void Core::on_time(std::int64_t now_ns) {
   std::vector<RequestId> late;
   for (const auto& [id, in] : incoming_) {
-    if (in.machine.deadline_ns() <= now_ns) late.push_back(id);
+    if (in.machine.active() && in.machine.deadline_ns() <= now_ns) late.push_back(id);
   }
   for (const RequestId& id : late) {
     incoming_.at(id).machine.on_time(now_ns);
@@ -317,7 +318,9 @@ void Core::on_time(std::int64_t now_ns) {
 std::int64_t Core::next_deadline_ns() const {
   std::int64_t next = 0;
   const auto consider = [&](std::int64_t t) { next = next == 0 ? t : std::min(next, t); };
-  for (const auto& [id, in] : incoming_) consider(in.machine.deadline_ns());
+  for (const auto& [id, in] : incoming_) {
+    if (in.machine.active()) consider(in.machine.deadline_ns());
+  }
   for (const auto& [id, out] : outgoing_) {
     if (!out.machine.ended()) consider(out.machine.deadline_ns());
   }
@@ -369,33 +372,57 @@ bool Core::post_one(std::uint64_t id, Peer& peer) {
 void Core::settle_receiver(const RequestId& id) {
   const auto it = incoming_.find(id);
   Incoming& in = it->second;
-  for (auto& action : in.machine.take_actions()) {
-    if (auto* s = std::get_if<Receiver::Send>(&action)) {
-      send(s->link, s->message);
-    } else if (std::holds_alternative<Receiver::Fence>(action)) {
-      transport_->revoke_grant(in.machine.grant());
-      if (in.machine.state() == Receiver::State::kComplete) open_last_page(in);
-      io_release(in.pages);
-    } else if (auto* done = std::get_if<Receiver::Complete>(&action)) {
-      ++stats_.completed;
-      stats_.bytes_received += done->stats.bytes;
-      events_.push_back({StreamEvent::Kind::kComplete,
-                         id,
-                         std::move(done->payload),
-                         {ErrorCode::kInternal, {}},
-                         std::move(done->stats)});
-    } else if (auto* failed = std::get_if<Receiver::Failed>(&action)) {
-      ++stats_.receive_failed;
-      events_.push_back({StreamEvent::Kind::kReceiveFailed,
-                         id,
-                         {},
-                         std::move(failed->error),
-                         std::move(failed->stats)});
-    }
+  for (auto& action : in.machine.take_actions()) in.actions.push_back(std::move(action));
+  while (!in.fencing && !in.actions.empty()) {
+    Receiver::Action action = std::move(in.actions.front());
+    in.actions.pop_front();
+    carry_out(id, in, std::move(action));
   }
-  if (in.machine.active()) return;
+  if (in.machine.active() || in.fencing) return;
   by_grant_.erase(in.machine.grant().id);
   incoming_.erase(it);
+}
+
+void Core::carry_out(const RequestId& id, Incoming& in, Receiver::Action action) {
+  if (auto* s = std::get_if<Receiver::Send>(&action)) {
+    send(s->link, s->message);
+  } else if (std::holds_alternative<Receiver::Fence>(action)) {
+    in.fencing = transport_->revoke_grant(in.machine.grant()) == transport::Fence::kPending;
+    if (!in.fencing) after_fence(in);
+  } else if (auto* done = std::get_if<Receiver::Complete>(&action)) {
+    ++stats_.completed;
+    stats_.bytes_received += done->stats.bytes;
+    events_.push_back({StreamEvent::Kind::kComplete,
+                       id,
+                       std::move(done->payload),
+                       {ErrorCode::kInternal, {}},
+                       std::move(done->stats)});
+  } else if (auto* failed = std::get_if<Receiver::Failed>(&action)) {
+    ++stats_.receive_failed;
+    events_.push_back({StreamEvent::Kind::kReceiveFailed,
+                       id,
+                       {},
+                       std::move(failed->error),
+                       std::move(failed->stats)});
+  }
+}
+
+void Core::after_fence(Incoming& in) {
+  if (in.machine.state() == Receiver::State::kComplete) open_last_page(in);
+  io_release(in.pages);
+}
+
+void Core::on_fenced(const transport::Fenced& fenced) {
+  const auto grant = by_grant_.find(fenced.grant.id);
+  if (grant == by_grant_.end()) {
+    ++stats_.dropped;
+    return;
+  }
+  const RequestId id = grant->second;
+  Incoming& in = incoming_.at(id);
+  if (!std::exchange(in.fencing, false)) return;
+  after_fence(in);
+  settle_receiver(id);
 }
 
 void Core::open_last_page(const Incoming& in) {
@@ -466,12 +493,14 @@ CoreStats Core::stats() const {
 
 void Core::close(std::int64_t now_ns) {
   if (std::exchange(closed_, true)) return;
-  while (!incoming_.empty()) release(RequestId(incoming_.begin()->first), now_ns);
+  std::vector<RequestId> receiving;
+  for (const auto& [id, in] : incoming_) receiving.push_back(id);
+  for (const RequestId& id : receiving) release(id, now_ns);
   std::vector<std::uint64_t> sending;
   for (const auto& [id, out] : outgoing_) sending.push_back(id);
   for (const std::uint64_t id : sending)
     abort(id, {ErrorCode::kCancelled, "the endpoint was closed"});
-  transport_->close();  // completes every write that is still posted
+  transport_->close();  // completes every write that is still posted, and every fence
   std::vector<transport::Event> events;
   while (transport_->poll(&events) > 0) {
     for (transport::Event& event : events) handle(event, now_ns);

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -99,7 +100,9 @@ class Core {
     Receiver machine;
     std::vector<std::int32_t> pages;
     std::uint32_t class_id = 0;
-    std::string scheme{};  // of the sender's link, once open
+    std::string scheme{};                    // of the sender's link, once open
+    std::deque<Receiver::Action> actions{};  // to be carried out
+    bool fencing = false;                    // the first of them waits for Fenced
   };
   struct Outgoing {
     Sender machine;
@@ -131,6 +134,7 @@ class Core {
   void on_arrival(const transport::Arrival& arrival, std::int64_t now_ns);
   void on_message(const transport::Message& message, std::int64_t now_ns);
   void on_completion(const transport::Completion& completion, std::int64_t now_ns);
+  void on_fenced(const transport::Fenced& fenced);
   Status check_run(const Incoming& in, const SliceRun& run, const std::string& scheme) const;
   void flip_if_asked(const Incoming& in, const SliceRun& run);
   std::string scheme_of(transport::LinkId link) const;
@@ -139,6 +143,8 @@ class Core {
   bool post_one(std::uint64_t id, Peer& peer);
   void on_time(std::int64_t now_ns);
   void settle_receiver(const RequestId& id);  // carries out its actions; forgets it when it is over
+  void carry_out(const RequestId& id, Incoming& in, Receiver::Action action);
+  void after_fence(Incoming& in);
   void settle_sender(std::uint64_t id);
   void open_last_page(const Incoming& in);
   void send(transport::LinkId link, const StreamMessage& message);

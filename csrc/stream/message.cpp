@@ -77,7 +77,7 @@ Result<StreamMessage> StreamMessage::decode(std::span<const std::byte> bytes) {
     case MessageKind::kSenderAbort:
     case MessageKind::kReceiverAbort: {
       const auto code = r.get<std::uint8_t>();
-      if (code > static_cast<std::uint8_t>(ErrorCode::kInternal)) return corrupt("unknown code");
+      if (code > static_cast<std::uint8_t>(kLastErrorCode)) return corrupt("unknown code");
       m.code = static_cast<ErrorCode>(code);
       m.reason = r.get_string(kMaxReasonBytes);
       break;

@@ -1,37 +1,39 @@
 // The one interface through which registered bytes move between processes. It knows no pages.
 //
 // Transport  one per process (or per endpoint): regions, grants, listeners, links, one event queue.
-// Link       one peer: two-sided send of messages, one-sided write and read against a peer's grant.
+// Link       one peer: two-sided send of messages, one-sided write and read against its grants.
 // Schemes    "tcp:HOST:PORT" ("tcp:127.0.0.1:0" picks a port, "tcp:[::1]:0" is IPv6),
-// "shm:/path.sock"
-//            (same host, same user), "loopback:NAME" (one process, deterministic; loopback.h).
+//            "shm:/path.sock" (same host, same user), "loopback:NAME" (one process,
+//            deterministic; loopback.h). One Transport serves several schemes at a time.
 //
 // Threads    Every method of Transport and Link may be called from any thread and never waits for a
 //            peer. revoke_grant, unregister_region and close wait at most for a copy of <= 1 MiB
 //            that is under way. No callbacks: results come as events from Transport::poll, in one
 //            queue.
 // Errors     A posting call (send, write, read) that returns an error has posted nothing. A posted
-//            write or read ends in exactly one Completion, whatever happens, close() included. A
-//            send has no completion: it is delivered, or the link reports Down.
+//            write or read, and a send that asks for it, ends in exactly one Completion, whatever
+//            happens, close() included. Any other send is delivered, or the link reports Down.
 // Memory     The local bytes of a write or read belong to the link from the posting call until its
 //            Completion has been queued; after that the link never reads or writes them again.
 //            Lists and messages are copied by the call.
 // Order      Within one link and one priority class things happen in posting order: the Arrival of
-// a
-//            write comes before the Arrival or Message of what was posted after it. Nothing is
+//            a write comes before the Arrival or Message of what was posted after it. Nothing is
 //            promised between classes or between links. Completions come in any order.
 // Meaning    Completion of a write: all bytes lie in the owner's memory, verified, and the owner's
-//            Arrival is in its queue. Arrival: all bytes of that write are readable by the owner's
-//            CPU. A write that fails may have changed bytes inside its granted ranges, never
-//            outside.
-// Fence      When revoke_grant has returned, no byte of any link lands in (or is served as valid
-// from)
-//            the ranges of that grant, so they may be reused at once. Writes under way end with
-//            Stale at the sender. Arrivals of this grant that were queued before stay in the queue.
-// Time       Nanoseconds of CLOCK_MONOTONIC (now_ns()); deadlines and expiries are absolute, 0 =
-// none. Units      bytes, nanoseconds, bytes per second.
+//            Arrival is in its queue; of a send: the peer's Message is in its queue. Arrival: all
+//            bytes of that write are readable by the owner's CPU. A write that fails may have
+//            changed bytes inside its granted ranges, never outside.
+// Fence      When revoke_grant has returned kDone, no byte of any link lands in (or is served as
+//            valid from) the ranges of that grant, so they may be reused at once. kPending: that
+//            holds from the event Fenced on, until then the ranges must be left alone. Writes under
+//            way end with Stale at the sender. Arrivals of this grant that were queued before stay
+//            in the queue.
+// Time       Nanoseconds of the transport's clock, CLOCK_MONOTONIC unless another was injected
+//            (now_ns()); deadlines and expiries are absolute, 0 = none.
+// Units      bytes, nanoseconds, bytes per second.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -41,7 +43,9 @@
 #include <variant>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/fault.h"
+#include "base/random.h"
 #include "base/result.h"
 
 namespace kvcore::transport {
@@ -78,6 +82,7 @@ struct Grant {
   Rights rights;
   std::int64_t expires_ns;    // 0 = never
   std::vector<Range> ranges;  // sorted by offset, no overlap, adjacent ranges merged
+  std::string peer;           // identity that alone may use it; empty = whoever holds the ref
 };
 
 // One piece of a write or read: `bytes` between local_offset (in the local region of the operation)
@@ -92,23 +97,51 @@ struct Segment {
 inline constexpr std::size_t kMaxSegments = 65536;  // of one operation
 inline constexpr std::uint64_t kMaxOpBytes = std::uint64_t{1} << 40;
 inline constexpr std::size_t kMaxMessageBytes = 1024UL * 1024;  // of one send
+inline constexpr std::size_t kMaxIdentityBytes = 256;
+inline constexpr std::size_t kMaxRoleBytes = 32;
 
 struct OpOptions {
   std::int64_t deadline_ns = 0;  // past it the operation ends with Timeout
   Priority priority = Priority::kStream;
   bool checksum = true;  // tcp: xxh3-64 per segment, verified on arrival;
                          // loopback and shm copy memory to memory and ignore it
+  bool notify = true;    // false: no Arrival, a later write of the same class carries it
 };
+
+// A send with a completion or a deadline is an operation: it counts as outstanding, can be
+// cancelled and ends in one Completion. Timeout or Cancelled: its message says whether the peer can
+// still get it (it had left) or not (it was taken back).
+struct SendOptions {
+  Priority priority = Priority::kStream;
+  std::int64_t deadline_ns = 0;
+  bool completion = false;
+};
+
+enum class Memory : std::uint8_t { kHost, kCuda };
+
+// What is registered. `base` must stay valid until unregister_region.
+struct RegionSpec {
+  std::byte* base = nullptr;
+  std::uint64_t bytes = 0;
+  // The file that backs it from file offset 0, or -1; duplicated. Sources of writes and targets of
+  // reads-by-peers on shm need one, since the peer maps it read-only. It gets the seals
+  // FUTURE_WRITE and SHRINK here, so that nobody maps it writable from now on and no access to it
+  // can fault; a memfd that cannot be sealed so is refused.
+  int memfd = -1;
+  Memory memory = Memory::kHost;  // loopback, shm and tcp move host memory only: else Unsupported
+};
+
+enum class [[nodiscard]] Fence : std::uint8_t{kDone, kPending};
 
 struct Up {  // the link is authenticated (both sides get it); posting was allowed before
   LinkId link;
   bool accepted;  // true: the peer connected to one of our listeners; fetch it by Transport::link
 };
-struct Completion {  // exactly one per posted write or read
+struct Completion {  // exactly one per posted write, read and send that asked for it
   LinkId link;
   OpId op;
   Status status;        // Timeout, Cancelled, Stale (grant), InvalidArgument (bounds, rights),
-                        // Corrupt, PeerDead, TransportError
+                        // Corrupt, PeerDead, PeerHung, TransportError
   std::uint64_t bytes;  // of the whole operation when ok, else 0
 };
 struct Arrival {  // a peer's write into our grant ended here
@@ -124,20 +157,29 @@ struct Message {  // a peer's send
   std::vector<std::byte> bytes;
   std::int64_t at_ns;
 };
+struct Fenced {  // follows a revoke_grant that returned kPending, at the latest within close()
+  GrantRef grant;
+};
 struct Down {  // last event of a link; every pending operation has its Completion before it
   LinkId link;
-  Status
-      status;  // ok: closed in order by the peer; Cancelled: closed by this side; PeerDead: process
-               // or connection gone, or silent for keepalive_ns; Unauthenticated; TransportError
+  Status status;  // ok: closed in order by the peer; Cancelled: closed by this side; PeerDead:
+                  // process or connection gone; PeerHung: silent for keepalive_ns; Unsupported: it
+                  // serves another model; Unauthenticated; TransportError
 };
-using Event = std::variant<Up, Completion, Arrival, Message, Down>;
+using Event = std::variant<Up, Completion, Arrival, Message, Fenced, Down>;
+
+using Digest = std::array<std::byte, 32>;  // all zero = none
 
 struct LinkInfo {
   LinkId id;
   std::string scheme;  // "loopback", "shm", "tcp"
   std::string peer_address;
-  std::string peer_identity;  // TransportOptions::identity of the peer, once Up
-  std::int64_t peer_pid;      // shm; else 0
+  // What the peer told inside the handshake (TransportOptions), once Up.
+  std::string peer_identity;
+  std::string peer_role;
+  Digest peer_model{};
+  Digest peer_layout{};
+  std::int64_t peer_pid;  // shm; else 0
   bool up;
   std::uint64_t bytes_out, bytes_in;  // payload of writes and reads, both directions
   std::uint64_t messages_out, messages_in;
@@ -151,8 +193,8 @@ class Link {
   virtual LinkId id() const noexcept = 0;
   // Two-sided: the peer gets a Message. Fails when the queue holds
   // TransportOptions::max_queued_bytes.
-  virtual Status send(std::span<const std::byte> message,
-                      Priority priority = Priority::kStream) = 0;
+  virtual Result<OpId> send(std::span<const std::byte> message,
+                            const SendOptions& options = {}) = 0;
   // One-sided: the peer gets one Arrival{tag} when all segments have landed.
   virtual Result<OpId> write(RegionId local, std::span<const Segment> segments, GrantRef grant,
                              std::uint64_t tag, const OpOptions& options = {}) = 0;
@@ -170,17 +212,32 @@ class Link {
   virtual void close() = 0;
 };
 
+// What a receiver lets its peers have under way: messages announced and not yet polled.
+struct Credits {
+  std::uint64_t total_bytes = 64UL * 1024 * 1024;  // over all links; past it links stop receiving
+};
+
 struct TransportOptions {
-  std::string key;       // pre-shared, 0 or 32 bytes; empty only with loopback addresses and shm
-  std::string identity;  // <= 256 bytes, told to peers inside the handshake (worker id, digests)
+  std::string key;  // pre-shared, 0 or 32 bytes; empty only with loopback addresses and shm
+  // Told to peers inside the handshake, under its proof.
+  std::string identity;  // <= kMaxIdentityBytes (a worker id); grants can be bound to it
+  std::string role;      // <= kMaxRoleBytes ("prefill")
+  Digest
+      model_digest{};  // of what is served: links between two different ones go down, Unsupported
+  Digest layout_digest{};  // of how pages lie in memory; not compared here
+
   std::int64_t handshake_ns = 2'000'000'000;  // connect and handshake, together
-  std::int64_t keepalive_ns = 2'000'000'000;  // a peer silent this long is dead; 0 = never
+  std::int64_t keepalive_ns = 2'000'000'000;  // a peer silent this long is PeerHung; 0 = never
   std::uint64_t pacing_bytes_per_s = 0;       // initial pacing of every link
   std::uint64_t max_queued_bytes = 64UL * 1024 * 1024;  // messages of one link waiting to be sent
-  std::uint64_t max_unread_bytes = 64UL * 1024 * 1024;  // messages waiting in poll: past it links
-                                                        // stop receiving (the receiver's credits)
-  std::uint32_t max_outstanding_ops = 65536;            // of one link
+  Credits credits;
+  std::uint32_t max_outstanding_ops = 65536;  // of one link
   std::uint32_t max_links = 1024;
+
+  // Injected; null = the system's. Both must outlive the transport. What waits in the operating
+  // system (sockets, handshakes) wakes up in real time and then looks at this clock.
+  const Clock* clock = nullptr;
+  RandomSource* random = nullptr;  // of grant refs
   // Tests only. Point "transport.flip_payload": one bit of a chunk changes between its checksum and
   // the socket (tcp), or while it is pulled (shm).
   FaultPlan* faults = nullptr;
@@ -190,18 +247,19 @@ class Transport {
  public:
   virtual ~Transport() = default;  // closes everything; outstanding Link pointers stay safe to call
 
-  // `base` must stay valid until unregister_region. memfd: the file that backs it from file offset
-  // 0, or -1. The descriptor is duplicated. Sources of writes and targets of reads-by-peers on shm
-  // need a memfd, since the peer maps it (read-only); the rest does not.
-  virtual Result<RegionId> register_region(std::byte* base, std::uint64_t bytes,
-                                           int memfd = -1) = 0;
-  // Revokes the grants of the region; InvalidArgument while operations of this side use it.
+  virtual Result<RegionId> register_region(const RegionSpec& spec) = 0;
+  Result<RegionId> register_region(std::byte* base, std::uint64_t bytes, int memfd = -1) {
+    return register_region(RegionSpec{base, bytes, memfd});
+  }
+  // Revokes the grants of the region; InvalidArgument while operations of this side use it or a
+  // fence of it is pending.
   virtual Status unregister_region(RegionId region) = 0;
 
+  // peer: the identity that alone may use the grant (to others it is Stale), empty = any peer.
   virtual Result<Grant> create_grant(RegionId region, std::span<const Range> ranges, Rights rights,
-                                     std::int64_t expires_ns = 0) = 0;
-  // The fence (see above). Unknown or already revoked grants: nothing to do.
-  virtual void revoke_grant(GrantRef grant) = 0;
+                                     std::int64_t expires_ns = 0, std::string_view peer = {}) = 0;
+  // The fence (see above). Unknown or already revoked grants: nothing to do, kDone.
+  virtual Fence revoke_grant(GrantRef grant) = 0;
 
   // Returns the address with the port filled in. InvalidArgument: a tcp address that is not
   // loopback while the key is empty.

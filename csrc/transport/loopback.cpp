@@ -8,8 +8,9 @@
 #include <mutex>
 
 #include "base/text.h"
-#include "transport/event_queue.h"
-#include "transport/grants.h"
+#include "transport/core/event_queue.h"
+#include "transport/core/grants.h"
+#include "transport/core/hello.h"
 
 namespace kvcore::transport {
 namespace {
@@ -17,13 +18,15 @@ namespace {
 class LoopbackTransport;
 
 struct Op {
-  bool is_read = false;
+  enum class Kind : std::uint8_t { kSend, kWrite, kRead } kind = Kind::kSend;
   RegionId region{};
   std::vector<Segment> segments;
   GrantRef grant;
   std::uint64_t tag = 0;
   std::uint64_t bytes = 0;
   std::int64_t deadline_ns = 0;
+  bool notify = true;
+  bool is_read() const { return kind == Kind::kRead; }
 };
 
 // One end of a link; all fields are guarded by the hub's lock.
@@ -38,14 +41,18 @@ struct End {
 };
 
 struct Action {
-  std::weak_ptr<End> from;
+  enum class Kind : std::uint8_t { kMessage, kOp, kFence } kind;
+  std::weak_ptr<End> from;  // but for kFence
   Priority priority;
-  std::uint64_t op = 0;  // 0: a message
-  std::vector<std::byte> message;
+  std::uint64_t op = 0;  // kMessage: 0 = nobody waits for its completion
+  std::vector<std::byte> message{};
+  LoopbackTransport* owner = nullptr;  // kFence
+  GrantRef grant{};
 };
 
 class Hub final : public LoopbackHub, public std::enable_shared_from_this<Hub> {
  public:
+  explicit Hub(const Clock* clock) : clock_(clock) {}
   void set_manual(bool manual) override;
   bool step() override;
   std::size_t run() override;
@@ -53,14 +60,19 @@ class Hub final : public LoopbackHub, public std::enable_shared_from_this<Hub> {
   std::uint64_t actions() const override;
   void arm(std::uint64_t nth, LoopbackFault fault) override;
   void advance(std::int64_t ns) override;
+  void set_late_fences(bool late) override;
   Result<std::unique_ptr<Transport>> make_transport(TransportOptions options) override;
 
-  std::int64_t now() const { return now_ns() + offset_ns_; }
+  std::int64_t now() const {
+    return (clock_ != nullptr ? clock_->now_ns() : now_ns()) + offset_ns_;
+  }
   void enqueue(Action action);
   void complete(End& end, std::uint64_t op, Status status, std::uint64_t bytes);
   void take_down(End& end, Status own, Status peers);
   void expire();
   void flush_messages(const End& from);
+  Fence on_revoke(LoopbackTransport* owner, GrantRef grant);
+  void flush_fences(LoopbackTransport* owner);
 
   mutable std::recursive_mutex mu;
   std::map<std::string, LoopbackTransport*, std::less<>> names;
@@ -68,10 +80,13 @@ class Hub final : public LoopbackHub, public std::enable_shared_from_this<Hub> {
  private:
   bool step_locked();
   void run_action(Action& action, const LoopbackFault* fault);
+  void run_fence(const Action& action);
   Status move_bytes(End& from, End& to, const Op& op, const LoopbackFault* fault);
   void finish(End& from, End& to, std::uint64_t id, Status status);
 
-  bool manual_ = false;
+  const Clock* const clock_;
+  bool manual_ = false, late_fences_ = false;
+  std::uint64_t next_name_ = 1;
   std::atomic<std::int64_t> offset_ns_{0};
   std::uint64_t actions_ = 0;
   std::map<std::uint64_t, LoopbackFault> faults_;
@@ -83,14 +98,14 @@ class LoopbackLink final : public Link {
   LoopbackLink(std::shared_ptr<Hub> hub, std::shared_ptr<End> end)
       : hub_(std::move(hub)), end_(std::move(end)) {}
   LinkId id() const noexcept override { return end_->id; }
-  Status send(std::span<const std::byte> message, Priority priority) override;
+  Result<OpId> send(std::span<const std::byte> message, const SendOptions& options) override;
   Result<OpId> write(RegionId local, std::span<const Segment> segments, GrantRef grant,
                      std::uint64_t tag, const OpOptions& options) override {
-    return post(false, local, segments, grant, tag, options);
+    return post(Op::Kind::kWrite, local, segments, grant, tag, options);
   }
   Result<OpId> read(RegionId local, std::span<const Segment> segments, GrantRef grant,
                     const OpOptions& options) override {
-    return post(true, local, segments, grant, 0, options);
+    return post(Op::Kind::kRead, local, segments, grant, 0, options);
   }
   void cancel(OpId op) override {
     const std::lock_guard lock(hub_->mu);
@@ -106,8 +121,9 @@ class LoopbackLink final : public Link {
   }
 
  private:
-  Result<OpId> post(bool is_read, RegionId local, std::span<const Segment> segments, GrantRef grant,
-                    std::uint64_t tag, const OpOptions& options);
+  Result<OpId> post(Op::Kind kind, RegionId local, std::span<const Segment> segments,
+                    GrantRef grant, std::uint64_t tag, const OpOptions& options);
+  Status check_open(bool takes_a_slot) const;
   std::shared_ptr<Hub> hub_;
   std::shared_ptr<End> end_;
 };
@@ -115,18 +131,23 @@ class LoopbackLink final : public Link {
 class LoopbackTransport final : public Transport {
  public:
   LoopbackTransport(std::shared_ptr<Hub> hub, TransportOptions options)
-      : hub_(std::move(hub)), options_(std::move(options)), events_(options_.max_unread_bytes) {}
+      : hub_(std::move(hub)),
+        options_(std::move(options)),
+        events_(options_.credits.total_bytes),
+        grants_(options_.random) {
+    grants_.set_on_revoke([this](GrantRef grant) { return hub_->on_revoke(this, grant); });
+  }
   ~LoopbackTransport() override { close(); }
 
-  Result<RegionId> register_region(std::byte* base, std::uint64_t bytes, int memfd) override {
-    return grants_.add_region(base, bytes, memfd);
+  Result<RegionId> register_region(const RegionSpec& spec) override {
+    return grants_.add_region(spec);
   }
   Status unregister_region(RegionId region) override { return grants_.remove_region(region); }
   Result<Grant> create_grant(RegionId region, std::span<const Range> ranges, Rights rights,
-                             std::int64_t expires_ns) override {
-    return grants_.create(region, ranges, rights, expires_ns);
+                             std::int64_t expires_ns, std::string_view peer) override {
+    return grants_.create(region, ranges, rights, expires_ns, peer);
   }
-  void revoke_grant(GrantRef grant) override { grants_.revoke(grant); }
+  Fence revoke_grant(GrantRef grant) override { return grants_.revoke(grant); }
   Result<std::string> listen(std::string_view address) override;
   Result<std::shared_ptr<Link>> connect(std::string_view address) override;
   std::shared_ptr<Link> link(LinkId id) const override;
@@ -210,7 +231,36 @@ bool Hub::step_locked() {
   return false;
 }
 
+void Hub::set_late_fences(bool late) {
+  const std::lock_guard lock(mu);
+  late_fences_ = late;
+}
+
+Fence Hub::on_revoke(LoopbackTransport* owner, GrantRef grant) {
+  const std::lock_guard lock(mu);
+  if (!late_fences_) return Fence::kDone;
+  enqueue(Action{Action::Kind::kFence, {}, Priority::kBackground, 0, {}, owner, grant});
+  return Fence::kPending;
+}
+
+void Hub::run_fence(const Action& action) {
+  action.owner->grants_.fenced(action.grant);
+  action.owner->events_.push(Fenced{action.grant});
+}
+
+void Hub::flush_fences(LoopbackTransport* owner) {
+  const auto of_owner = [&](const Action& a) {
+    return a.kind == Action::Kind::kFence && a.owner == owner;
+  };
+  for (auto& queue : queues_) {
+    for (const Action& action : queue)
+      if (of_owner(action)) run_fence(action);
+    std::erase_if(queue, of_owner);
+  }
+}
+
 void Hub::run_action(Action& action, const LoopbackFault* fault) {
+  if (action.kind == Action::Kind::kFence) return run_fence(action);
   const auto from = action.from.lock();
   if (!from || !from->open) return;
   const auto to = from->peer.lock();
@@ -221,9 +271,12 @@ void Hub::run_action(Action& action, const LoopbackFault* fault) {
     take_down(*from, dead, dead);
     return;
   }
-  if (action.op == 0) {
+  if (action.kind == Action::Kind::kMessage) {
+    if (action.op != 0 && !from->ops.contains(action.op)) return;  // taken back
+    const std::uint64_t bytes = action.message.size();
     ++to->info.messages_in;
     to->transport->events_.push(Message{to->id, std::move(action.message), now()});
+    if (action.op != 0) complete(*from, action.op, {}, bytes);
     return;
   }
   const auto it = from->ops.find(action.op);
@@ -235,19 +288,20 @@ Status Hub::move_bytes(End& from, End& to, const Op& op, const LoopbackFault* fa
   if (fault && *fault == LoopbackFault::kFail)
     return Error{ErrorCode::kTransport, "the operation was made to fail"};
   KVCORE_ASSIGN_OR_RETURN(const RegionView local, from.transport->grants_.region(op.region));
-  const Rights right = op.is_read ? Rights::kRead : Rights::kWrite;
+  const Rights right = op.is_read() ? Rights::kRead : Rights::kWrite;
   GrantTable& grants = to.transport->grants_;
+  const std::string& who = from.transport->options_.identity;
   std::vector<Range> ranges;
   for (const Segment& s : op.segments) ranges.push_back({s.remote_offset, s.bytes});
-  KVCORE_RETURN_IF_ERROR(grants.check(op.grant, right, ranges, now()));
+  KVCORE_RETURN_IF_ERROR(grants.check(op.grant, right, ranges, now(), who));
   bool first = true;
   for (const Segment& s : op.segments) {
     for (std::uint64_t done = 0; done < s.bytes; done += kLandingBytes) {
       const Range piece{s.remote_offset + done, std::min(kLandingBytes, s.bytes - done)};
       std::byte* mine = local.base + s.local_offset + done;
       KVCORE_RETURN_IF_ERROR(grants.with_ranges(
-          op.grant, right, {&piece, 1}, now(), [&](std::span<std::byte* const> theirs) {
-            if (op.is_read) {
+          op.grant, right, {&piece, 1}, now(), who, [&](std::span<std::byte* const> theirs) {
+            if (op.is_read()) {
               std::memmove(mine, theirs[0], piece.bytes);
             } else {
               std::memmove(theirs[0], mine, piece.bytes);
@@ -267,11 +321,11 @@ Status Hub::move_bytes(End& from, End& to, const Op& op, const LoopbackFault* fa
 void Hub::finish(End& from, End& to, std::uint64_t id, Status status) {
   const Op& op = from.ops.at(id);
   const bool arrived = status.ok() || status.error().code == ErrorCode::kCorrupt;
-  if (!op.is_read && arrived)
+  if (!op.is_read() && op.notify && arrived)
     to.transport->events_.push(Arrival{to.id, op.grant, op.tag, op.bytes, now(), status});
   if (status.ok()) {
-    (op.is_read ? from.info.bytes_in : from.info.bytes_out) += op.bytes;
-    (op.is_read ? to.info.bytes_out : to.info.bytes_in) += op.bytes;
+    (op.is_read() ? from.info.bytes_in : from.info.bytes_out) += op.bytes;
+    (op.is_read() ? to.info.bytes_out : to.info.bytes_in) += op.bytes;
   }
   const std::uint64_t bytes = status.ok() ? op.bytes : 0;
   complete(from, id, std::move(status), bytes);
@@ -280,7 +334,7 @@ void Hub::finish(End& from, End& to, std::uint64_t id, Status status) {
 void Hub::complete(End& end, std::uint64_t op, Status status, std::uint64_t bytes) {
   const auto it = end.ops.find(op);
   if (it == end.ops.end()) return;
-  end.transport->grants_.unpin(it->second.region);
+  if (it->second.kind != Op::Kind::kSend) end.transport->grants_.unpin(it->second.region);
   end.ops.erase(it);
   end.transport->events_.push(Completion{end.id, OpId{op}, std::move(status), bytes});
 }
@@ -302,8 +356,11 @@ void Hub::take_down(End& end, Status own, Status peers) {
 void Hub::flush_messages(const End& from) {
   for (auto& queue : queues_) {
     for (Action& action : queue)
-      if (action.op == 0 && action.from.lock().get() == &from) run_action(action, nullptr);
-    std::erase_if(queue, [&](const Action& action) { return action.from.lock().get() == &from; });
+      if (action.kind == Action::Kind::kMessage && action.from.lock().get() == &from)
+        run_action(action, nullptr);
+    std::erase_if(queue, [&](const Action& action) {
+      return action.kind != Action::Kind::kFence && action.from.lock().get() == &from;
+    });
   }
 }
 
@@ -322,37 +379,56 @@ void Hub::expire() {
 
 Result<std::unique_ptr<Transport>> Hub::make_transport(TransportOptions options) {
   const std::lock_guard lock(mu);
+  KVCORE_RETURN_IF_ERROR(check_options(options));
   auto transport = std::make_unique<LoopbackTransport>(shared_from_this(), std::move(options));
-  names[text("#", transport.get())] = transport.get();  // anonymous until it listens
+  names[text("#", next_name_++)] = transport.get();  // anonymous until it listens
   return std::unique_ptr<Transport>(std::move(transport));
 }
 
 // ---- LoopbackLink
 
-Status LoopbackLink::send(std::span<const std::byte> message, Priority priority) {
+Status LoopbackLink::check_open(bool takes_a_slot) const {
+  if (!end_->open) return Error{ErrorCode::kPeerDead, "the link is down"};
+  if (takes_a_slot && end_->ops.size() >= end_->transport->options_.max_outstanding_ops)
+    return Error{ErrorCode::kTransport, text("max_outstanding_ops=", end_->ops.size(), " reached")};
+  return {};
+}
+
+Result<OpId> LoopbackLink::send(std::span<const std::byte> message, const SendOptions& options) {
   const std::lock_guard lock(hub_->mu);
   if (message.size() > kMaxMessageBytes)
     return invalid_argument(
         text("message of ", message.size(), " bytes exceeds ", kMaxMessageBytes));
-  if (!end_->open) return Error{ErrorCode::kPeerDead, "the link is down"};
+  const bool tracked = options.completion || options.deadline_ns != 0;
+  KVCORE_RETURN_IF_ERROR(check_open(tracked));
+  const std::uint64_t id = end_->next_op++;
+  if (tracked) {
+    Op op;
+    op.deadline_ns = options.deadline_ns;
+    end_->ops.emplace(id, std::move(op));
+  }
   ++end_->info.messages_out;
-  hub_->enqueue(Action{end_, priority, 0, {message.begin(), message.end()}});
-  return {};
+  hub_->enqueue(Action{Action::Kind::kMessage,
+                       end_,
+                       options.priority,
+                       tracked ? id : 0,
+                       {message.begin(), message.end()}});
+  return OpId{id};
 }
 
-Result<OpId> LoopbackLink::post(bool is_read, RegionId local, std::span<const Segment> segments,
+Result<OpId> LoopbackLink::post(Op::Kind kind, RegionId local, std::span<const Segment> segments,
                                 GrantRef grant, std::uint64_t tag, const OpOptions& options) {
   const std::lock_guard lock(hub_->mu);
-  if (!end_->open) return Error{ErrorCode::kPeerDead, "the link is down"};
-  if (end_->ops.size() >= end_->transport->options_.max_outstanding_ops)
-    return Error{ErrorCode::kTransport, text("max_outstanding_ops=", end_->ops.size(), " reached")};
+  KVCORE_RETURN_IF_ERROR(check_open(true));
   KVCORE_ASSIGN_OR_RETURN([[maybe_unused]] const RegionView view,
                           end_->transport->grants_.pin(local, segments));
-  Op op{is_read, local, {segments.begin(), segments.end()}, grant, tag, 0, options.deadline_ns};
+  Op op{
+      kind,          local, {segments.begin(), segments.end()}, grant, tag, 0, options.deadline_ns,
+      options.notify};
   for (const Segment& s : segments) op.bytes += s.bytes;
   const std::uint64_t id = end_->next_op++;
   end_->ops.emplace(id, std::move(op));
-  hub_->enqueue(Action{end_, options.priority, id, {}});
+  hub_->enqueue(Action{Action::Kind::kOp, end_, options.priority, id});
   return OpId{id};
 }
 
@@ -381,6 +457,9 @@ std::shared_ptr<End> LoopbackTransport::new_end(const LoopbackTransport& peer) {
   end->info.id = end->id;
   end->info.scheme = "loopback";
   end->info.peer_identity = peer.options_.identity;
+  end->info.peer_role = peer.options_.role;
+  end->info.peer_model = peer.options_.model_digest;
+  end->info.peer_layout = peer.options_.layout_digest;
   end->info.up = true;
   ends_[static_cast<std::uint64_t>(end->id)] = end;
   return end;
@@ -393,9 +472,11 @@ Result<std::shared_ptr<Link>> LoopbackTransport::connect(std::string_view addres
     return Error{ErrorCode::kNotFound, text("address=", address, ": nobody listens there")};
   LoopbackTransport& other = *it->second;
   auto mine = new_end(other);
-  if (other.options_.key !=
-      options_.key) {  // as on real links: Down follows, the peer sees nothing
-    events_.push(Down{mine->id, Error{ErrorCode::kUnauthenticated, "the keys differ"}});
+  Status refused = check_models(options_.model_digest, other.options_.model_digest);
+  if (other.options_.key != options_.key)
+    refused = Error{ErrorCode::kUnauthenticated, "the keys differ"};
+  if (!refused.ok()) {  // as on real links: Down follows, the peer sees nothing
+    events_.push(Down{mine->id, std::move(refused)});
     mine->open = mine->info.up = false;
     ends_.erase(static_cast<std::uint64_t>(mine->id));
     return std::shared_ptr<Link>(std::make_shared<LoopbackLink>(hub_, mine));
@@ -425,11 +506,14 @@ void LoopbackTransport::close() {
     const auto end = ends_.begin()->second;
     hub_->take_down(*end, closed, {});
   }
+  hub_->flush_fences(this);
   std::erase_if(hub_->names, [&](const auto& entry) { return entry.second == this; });
 }
 
 }  // namespace
 
-std::shared_ptr<LoopbackHub> make_loopback_hub() { return std::make_shared<Hub>(); }
+std::shared_ptr<LoopbackHub> make_loopback_hub(const Clock* clock) {
+  return std::make_shared<Hub>(clock);
+}
 
 }  // namespace kvcore::transport

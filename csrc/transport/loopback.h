@@ -8,7 +8,8 @@
 //
 // Thread rules: all methods from any thread (one lock for the hub). The hub outlives its transports
 // through shared ownership. Deadlines are looked at on every step() and poll, on the hub's clock =
-// now_ns() + what advance() added.
+// the clock it was made with + what advance() added; TransportOptions::clock is not used. Given a
+// clock and a TransportOptions::random of the test's own, a run is a function of its seed.
 #pragma once
 
 #include <memory>
@@ -35,9 +36,12 @@ class LoopbackHub {
   virtual std::uint64_t actions() const = 0;  // run so far: arm() counts on from here
   virtual void arm(std::uint64_t nth_from_now, LoopbackFault fault) = 0;
   virtual void advance(std::int64_t ns) = 0;
+  // From now on revoke_grant returns kPending and its Fenced is an action of the lowest class.
+  virtual void set_late_fences(bool late) = 0;
   virtual Result<std::unique_ptr<Transport>> make_transport(TransportOptions options = {}) = 0;
 };
 
-std::shared_ptr<LoopbackHub> make_loopback_hub();
+// clock: null = now_ns(); else it must outlive the hub.
+std::shared_ptr<LoopbackHub> make_loopback_hub(const Clock* clock = nullptr);
 
 }  // namespace kvcore::transport

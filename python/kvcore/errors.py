@@ -38,6 +38,10 @@ class PeerDead(KvcoreError, ConnectionError):
     """The peer's process or connection is gone."""
 
 
+class PeerHung(PeerDead):
+    """The peer may be alive, but was silent for longer than the keep-alive."""
+
+
 class TransportError(KvcoreError, ConnectionError):
     """The link refused or broke the operation."""
 

@@ -48,7 +48,7 @@ STREAM, PREFETCH, BACKGROUND = 0, 1, 2
 
 _RIGHTS = {"r": 1, "w": 2, "rw": 3}
 _SLICE_S = 0.02  # another thread may have taken the event this one waits for
-_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 2, 4
+_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1033, 2, 4, 16
 
 T = TypeVar("T")
 Segments = Iterable[tuple[int, int, int]]
@@ -82,7 +82,9 @@ class Grant:
 
     def revoke(self) -> None:
         """End it. When this returns no byte lands in the ranges any more. Idempotent."""
-        self._transport._core.revoke_grant(self.token)
+        transport = self._transport
+        if transport._core.revoke_grant(self.token):  # the fence is still pending
+            transport._wait(lambda: transport._take_fenced(self.token), None, "fence")
 
     def __enter__(self) -> Grant:
         return self
@@ -112,17 +114,19 @@ class Region:
         ranges: Sequence[tuple[int, int]] | None = None,
         rights: str = "w",
         expires_s: float | None = None,
+        peer: bytes = b"",
     ) -> Grant:
         """Let peers use (offset, bytes) ranges of this region, by default all of it.
 
-        Args: rights: "r", "w" or "rw". expires_s: seconds from now.
+        Args: rights: "r", "w" or "rw". expires_s: seconds from now. peer: the identity that alone
+        may use it, empty = any peer that has the token.
         Raises: InvalidArgument (empty, overlapping or outside ranges).
         """
         if rights not in _RIGHTS:
             raise InvalidArgument(f"rights={rights!r} must be one of 'r', 'w', 'rw'")
         expires = 0 if expires_s is None else _core.transport.now_ns() + int(expires_s * 1e9)
         token = self._transport._core.create_grant(
-            self.id, list(ranges or [(0, self.nbytes)]), _RIGHTS[rights], expires
+            self.id, list(ranges or [(0, self.nbytes)]), _RIGHTS[rights], expires, peer
         )
         return Grant(self._transport, token)
 
@@ -179,12 +183,24 @@ class Link:
         self._up = False
         self._down: tuple[errors.KvcoreError | None] | None = None
 
-    def send(self, message: bytes | bytearray | memoryview, priority: int = STREAM) -> None:
+    def send(
+        self,
+        message: bytes | bytearray | memoryview,
+        priority: int = STREAM,
+        *,
+        deadline_s: float | None = None,
+        completion: bool = False,
+    ) -> Op | None:
         """Send a message of at most 1 MiB.
 
+        Args: completion: return an Op that ends when the peer has the message in its queue.
+        deadline_s: seconds from now, then that Op ends with Timeout (implies completion).
         Raises: InvalidArgument, PeerDead; TransportError when the peer does not keep up.
         """
-        self._core.send(message, priority)
+        completion = completion or deadline_s is not None
+        with self._transport._lock:
+            number = self._core.send(message, priority, _deadline(deadline_s), completion)
+            return self._track(number) if completion else None
 
     def write(
         self,
@@ -277,7 +293,7 @@ class Link:
         self._core.set_pacing(bytes_per_s)
 
     def info(self) -> dict[str, Any]:
-        """Scheme, peer (address, identity, pid), state and byte counts."""
+        """Scheme, peer (address, identity, role, digests, pid), state and byte counts."""
         return self._core.info()
 
     def close(self) -> None:
@@ -293,8 +309,9 @@ class Transport:
     """Regions, grants, listeners and links of this process, with one background thread.
 
     Args: key: 32 bytes that all peers share; may be empty for loopback addresses and shm.
-    identity: at most 256 bytes told to peers. keepalive_s: a peer silent this long is dead (0 =
-    never). pacing_bytes_per_s: first rate limit of each link.
+    identity, role: at most 256 and 32 bytes told to peers. model_digest, layout_digest: 32 bytes or
+    none, told to peers too; links between different models go down with Unsupported. keepalive_s:
+    a peer silent this long is PeerHung (0 = never). pacing_bytes_per_s: first rate of each link.
     """
 
     def __init__(
@@ -302,13 +319,24 @@ class Transport:
         *,
         key: bytes = b"",
         identity: bytes = b"",
+        role: str = "",
+        model_digest: bytes = b"",
+        layout_digest: bytes = b"",
         handshake_s: float = 2.0,
         keepalive_s: float = 2.0,
         pacing_bytes_per_s: int = 0,
     ) -> None:
         self._core = _core.transport.Transport(
-            key, identity, handshake_s, keepalive_s, pacing_bytes_per_s
+            key,
+            identity,
+            role,
+            model_digest,
+            layout_digest,
+            handshake_s,
+            keepalive_s,
+            pacing_bytes_per_s,
         )
+        self._fenced: set[bytes] = set()
         # Peers reach registered memory whether or not its Region is still referenced here.
         self._memory: dict[int, Any] = {}
         self._lock = threading.RLock()
@@ -347,8 +375,11 @@ class Transport:
         fd = os.memfd_create("kvcore-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
             memory = mmap.mmap(fd, nbytes)
+            seals = (
+                _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+            )  # this mapping stays writable
+            fcntl.fcntl(fd, _F_ADD_SEALS, seals)
             data = memoryview(memory)
             return Region(self, _core.transport.address_of(data)[0], nbytes, fd, data, memory)
         finally:
@@ -390,6 +421,9 @@ class Transport:
                 link._up = True
                 self._accepted.append(link)
             return
+        if kind == "fenced":
+            self._fenced.add(event[2])
+            return
         link_or_none = self._links.get(link_id)
         if link_or_none is None:
             return
@@ -408,6 +442,12 @@ class Transport:
         elif kind == "down":
             link._down = (_error(event[2]),)
             del self._links[link_id]
+
+    def _take_fenced(self, token: bytes) -> bool | None:
+        if token not in self._fenced:
+            return None
+        self._fenced.discard(token)
+        return True
 
     def _try(self, ready: Callable[[], T | None]) -> T | None:
         with self._lock:

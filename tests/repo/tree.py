@@ -18,7 +18,7 @@ CPP_LAYERS: dict[str, set[str]] = {
     "prefix": {"base", "pages"},
     "compress": {"base", "pages", "kernels"},
     "tiers": {"base", "pages", "kernels", "compress"},
-    "stream": {"base", "pages", "kernels", "wire", "transport"},
+    "stream": {"base", "pages", "kernels", "compress", "wire", "transport"},
     "sched": {"base"},
 }
 CPP_LAYERS["store"] = {*CPP_LAYERS}

@@ -12,7 +12,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "fields are copied as they lie");
 constexpr std::size_t kMaxReason = 512;
-constexpr std::uint8_t kLastCode = static_cast<std::uint8_t>(ErrorCode::kInternal);
+constexpr std::uint8_t kLastCode = static_cast<std::uint8_t>(kLastErrorCode);
 
 class Writer {
  public:
@@ -75,7 +75,7 @@ class Reader {
   Status status() {
     const auto code = get<std::uint8_t>();
     const Bytes reason = raw(get<std::uint16_t>());
-    require(code <= kLastCode + 1 && reason.size() <= kMaxReason);
+    require(code <= kLastCode + 1 && reason.size() <= kMaxReason && (code != 0 || reason.empty()));
     if (code == 0 || failed_) return {};
     return Error{static_cast<ErrorCode>(code - 1),
                  std::string(reinterpret_cast<const char*>(reason.data()), reason.size())};
@@ -131,12 +131,14 @@ struct Encoder {
   void operator()(const Unmapped& m) { w.grant(m.grant); }
   void operator()(const Begin& m) {
     w.put(m.op).put(m.slot).put(static_cast<std::uint8_t>(m.priority));
-    w.grant(m.grant).put(m.tag).put(m.bytes);
+    w.grant(m.grant).put(m.tag).put(m.bytes).put(static_cast<std::uint8_t>(m.notify));
   }
   void operator()(const Posted& m) { w.put(m.op).put(m.attempt).put(m.rails); }
   void operator()(const Verdict& m) { w.put(m.op).status(m.status); }
   void operator()(const Abort& m) { w.put(m.op); }
-  void operator()(const Text& m) { w.put(static_cast<std::uint8_t>(m.priority)).raw(m.bytes); }
+  void operator()(const Text& m) {
+    w.put(static_cast<std::uint8_t>(m.priority)).put(m.op).raw(m.bytes);
+  }
 };
 
 Mapped read_mapped(Reader* r) {
@@ -168,7 +170,9 @@ Begin read_begin(Reader* r) {
   m.grant = r->grant();
   m.tag = r->get<std::uint64_t>();
   m.bytes = r->get<std::uint64_t>();
-  r->require(m.slot < kMaxSlots && m.bytes > 0 && m.bytes <= kMaxOpBytes);
+  const auto notify = r->get<std::uint8_t>();
+  m.notify = notify == 1;
+  r->require(notify <= 1 && m.slot < kMaxSlots && m.bytes > 0 && m.bytes <= kMaxOpBytes);
   return m;
 }
 
@@ -209,7 +213,8 @@ Control read(std::uint8_t kind, Reader* r) {
     case 10:
       return Abort{r->get<std::uint64_t>()};
     case 11: {
-      Text m{r->priority(), {}};
+      Text m{r->priority(), {}, 0};
+      m.op = r->get<std::uint64_t>();
       const Bytes body = r->rest();
       r->require(body.size() <= kMaxMessageBytes);
       if (r->good()) m.bytes.assign(body.begin(), body.end());

@@ -66,6 +66,7 @@ struct Begin {
   Priority priority;
   GrantRef grant;
   std::uint64_t tag, bytes;
+  bool notify = true;
 };
 struct Posted {
   std::uint64_t op;
@@ -81,6 +82,7 @@ struct Abort {
 struct Text {
   Priority priority;
   std::vector<std::byte> bytes;
+  std::uint64_t op = 0;  // not 0: the sender waits for a verdict
 };
 
 using Control = std::variant<Offer, Accept, Refuse, Broken, Map, Mapped, Unmapped, Begin, Posted,

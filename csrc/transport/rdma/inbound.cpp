@@ -25,7 +25,7 @@ Inbound::Inbound(std::vector<Nic*> nics, InboundOptions options)
 
 Status Inbound::on(const Offer& m, std::int64_t now) {
   if (m.rail >= rails_.size())
-    return broken_peer(text("rail ", m.rail, " of ", rails_.size(), " offered"));
+    return control_.push_back(Refuse{m.rail, m.epoch}), Status{};  // it has more NICs than we
   Rail& rail = rails_[m.rail];
   if (m.epoch <= rail.epoch) return broken_peer(text("rail ", m.rail, " offered twice"));
   kill_rail(m.rail, false);
@@ -74,17 +74,16 @@ Status Inbound::on(const Map& m, std::int64_t now) {
     control_.push_back(Mapped{m.grant, m.rail, m.question, std::move(why), Rights::kRead, {}});
     return Status{};
   };
-  auto grant = options_.grant(m.grant, now);
-  if (!grant) return refuse(grant.error());
-  if (grant->ranges.size() > kMaxWindows)
-    return refuse({ErrorCode::kUnsupported, text("the grant has ", grant->ranges.size(),
-                                                 " ranges, rdma can open ", kMaxWindows)});
-  auto [it, fresh] = exposed_.try_emplace(m.grant.id);
-  Exposed& exposed = it->second;
-  if (fresh) {
-    exposed.grant = std::move(grant).value();
-    exposed.rails.resize(rails_.size());
+  if (!exposed_.contains(m.grant.id)) {
+    options_.exposing(m.grant);
+    if (const Status s = open_grant(m, now); !s) {
+      options_.concealed(m.grant);
+      return refuse(s.error());
+    }
   }
+  Exposed& exposed = exposed_.at(m.grant.id);
+  if (exposed.revoked || exposed.grant.ref != m.grant)
+    return refuse({ErrorCode::kStale, "the grant is revoked or of another generation"});
   OnRail& on_rail = exposed.rails[m.rail];
   if (on_rail.ranges.empty()) {
     if (const Status s = expose(&exposed, m.rail); !s) {
@@ -95,6 +94,16 @@ Status Inbound::on(const Map& m, std::int64_t now) {
   on_rail.questions.push_back(m.question);
   answer(&exposed, m.rail);
   post_pending(m.rail);
+  return {};
+}
+
+Status Inbound::open_grant(const Map& m, std::int64_t now) {
+  KVCORE_ASSIGN_OR_RETURN(Grant grant, options_.grant(m.grant, now));
+  if (grant.ranges.size() > kMaxWindows)
+    return Error{ErrorCode::kUnsupported, text("the grant has ", grant.ranges.size(),
+                                               " ranges, rdma can open ", kMaxWindows)};
+  exposed_.emplace(m.grant.id,
+                   Exposed{.grant = std::move(grant), .rails = std::vector<OnRail>(rails_.size())});
   return {};
 }
 
@@ -196,6 +205,7 @@ bool Inbound::revoke(GrantRef ref, std::int64_t now) {
       std::ranges::any_of(it->second.rails, [](const OnRail& r) { return !r.ranges.empty(); });
   if (!mapped) {
     exposed_.erase(it);
+    options_.concealed(ref);
     return true;
   }
   it->second.report = true;
@@ -225,6 +235,7 @@ void Inbound::end_revokes() {
     for (const OnRail& r : exposed.rails)
       if (!r.ranges.empty()) return false;
     if (exposed.report) fenced_.push_back(exposed.grant.ref);
+    options_.concealed(exposed.grant.ref);
     return true;
   });
 }
@@ -236,7 +247,7 @@ Status Inbound::on(const Begin& m, std::int64_t) {
   if (slot_op_[m.slot] != 0) return broken_peer(text("slot ", m.slot, " is in use"));
   slot_op_[m.slot] = m.op;
   writes_.emplace(m.op, Write{.begin = m});
-  order_[static_cast<std::size_t>(m.priority)].push_back({m.op, {}});
+  order_[static_cast<std::size_t>(m.priority)].push_back({false, m.op, {}});
   return {};
 }
 
@@ -261,7 +272,7 @@ void Inbound::on(const Abort& m, std::int64_t now) {
 }
 
 void Inbound::on(Text m, std::int64_t now) {
-  order_[static_cast<std::size_t>(m.priority)].push_back({0, std::move(m.bytes)});
+  order_[static_cast<std::size_t>(m.priority)].push_back({true, m.op, std::move(m.bytes)});
   deliver(now);
 }
 
@@ -274,8 +285,9 @@ void Inbound::deliver(std::int64_t now) {
   for (auto& queue : order_) {
     while (!queue.empty()) {
       Item& item = queue.front();
-      if (item.op == 0) {
+      if (item.is_message) {
         deliveries_.emplace_back(std::move(item.message));
+        if (item.op != 0) control_.push_back(Verdict{item.op, {}});
       } else {
         const auto it = writes_.find(item.op);
         if (!it->second.over && !it->second.complete) break;
@@ -297,7 +309,7 @@ void Inbound::announce(Write* write, std::int64_t now) {
     return;
   }
   bytes_arrived_ += b.bytes;
-  deliveries_.emplace_back(Arrived{b.grant, b.tag, b.bytes});
+  deliveries_.emplace_back(Arrived{b.grant, b.tag, b.bytes, b.notify});
   control_.push_back(Verdict{b.op, {}});
 }
 
@@ -340,8 +352,10 @@ std::optional<Control> Inbound::next_control() {
 
 void Inbound::close() {
   for (std::uint32_t r = 0; r < rails_.size(); ++r) kill_rail(r, false);
-  for (auto& [id, exposed] : exposed_)
+  for (auto& [id, exposed] : exposed_) {
     if (exposed.report) fenced_.push_back(exposed.grant.ref);
+    options_.concealed(exposed.grant.ref);
+  }
   exposed_.clear();
 }
 

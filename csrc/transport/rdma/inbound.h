@@ -34,6 +34,10 @@ struct InboundOptions {
   std::function<std::uint32_t()> random_packet;  // 24 bits, unguessable
   // The live grant behind a reference: Stale.
   std::function<Result<Grant>(GrantRef, std::int64_t now)> grant;
+  // The grant is about to be looked up and opened; then that nothing of it is open any more. Once
+  // each in turn, so that whoever revokes knows whether it must wait (from any thread).
+  std::function<void(GrantRef)> exposing = [](GrantRef) {};
+  std::function<void(GrantRef)> concealed = [](GrantRef) {};
   // The registration of a region on a rail, and where the region begins.
   std::function<Result<const RegisteredMemory*>(RegionId, std::uint32_t rail)> memory;
   std::function<std::byte*(RegionId)> base;
@@ -44,6 +48,7 @@ class Inbound {
   struct Arrived {
     GrantRef grant;
     std::uint64_t tag, bytes;
+    bool notify;
   };
   using Delivery = std::variant<Arrived, std::vector<std::byte>>;  // or a message
 
@@ -108,8 +113,8 @@ class Inbound {
     std::vector<std::uint32_t> questions{};  // to be answered once bound
   };
   struct Exposed {
-    Grant grant;
-    std::vector<OnRail> rails;
+    Grant grant{};
+    std::vector<OnRail> rails{};
     bool revoked = false;
     bool report = false;  // take_fenced must name it
     std::int64_t fence_until = 0;
@@ -120,7 +125,8 @@ class Inbound {
     bool over = false;      // given up
   };
   struct Item {
-    std::uint64_t op = 0;
+    bool is_message;
+    std::uint64_t op;  // of a message: who waits for a verdict, or 0
     std::vector<std::byte> message{};
   };
 
@@ -128,6 +134,7 @@ class Inbound {
   void answer(Exposed* exposed, std::uint32_t rail);
   void begin_revoke(std::uint64_t id, std::int64_t now);
   void end_revokes();
+  Status open_grant(const Map& m, std::int64_t now);
   void kill_rail(std::uint32_t rail, bool tell);
   void post_pending(std::uint32_t rail);
   void work_over(const PostedWork& work);

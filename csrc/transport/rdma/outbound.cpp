@@ -39,14 +39,27 @@ void Outbound::start(Job job) {
   if (is_read)
     active_[c].push_back(id);
   else
-    waiting_[c].push_back({id, {}});
+    waiting_[c].push_back({false, id, {}});
 }
 
-void Outbound::send(Priority priority, std::vector<std::byte> message) {
-  waiting_[static_cast<std::size_t>(priority)].push_back({0, std::move(message)});
+void Outbound::send(Priority priority, std::vector<std::byte> message, std::uint64_t op) {
+  if (op != 0) sends_.insert(op);
+  waiting_[static_cast<std::size_t>(priority)].push_back({true, op, std::move(message)});
+}
+
+void Outbound::give_up_send(std::uint64_t op, const Status& why) {
+  bool taken_back = false;
+  for (auto& queue : waiting_)
+    taken_back = std::erase_if(queue, [&](const Item& i) { return i.op == op; }) > 0 || taken_back;
+  sends_.erase(op);
+  done_.push_back({op, Error{why.error().code,
+                             text(why.error().message,
+                                  taken_back ? "; the message was taken back"
+                                             : "; the message had left, the peer may get it")}});
 }
 
 void Outbound::give_up(std::uint64_t id, Status why, std::int64_t now) {
+  if (sends_.contains(id)) return give_up_send(id, why);
   Op* op = find(id);
   if (op != nullptr && !op->ending) stop(op, std::move(why), true, now);
 }
@@ -144,6 +157,10 @@ void Outbound::on(const Unmapped& m, std::int64_t now) {
 }
 
 void Outbound::on(const Verdict& m, std::int64_t now) {
+  if (sends_.erase(m.op) > 0) {
+    done_.push_back({m.op, m.status});
+    return;
+  }
   Op* op = find(m.op);
   if (op == nullptr || op->job.is_read || !op->announced) return;
   op->settled = true;
@@ -389,8 +406,8 @@ std::optional<Control> Outbound::next_control() {
     auto& queue = waiting_[c];
     while (!queue.empty()) {
       Item& item = queue.front();
-      if (item.op == 0) {
-        Control control = Text{static_cast<Priority>(c), std::move(item.message)};
+      if (item.is_message) {
+        Control control = Text{static_cast<Priority>(c), std::move(item.message), item.op};
         queue.pop_front();
         return control;
       }
@@ -402,8 +419,8 @@ std::optional<Control> Outbound::next_control() {
       op->slot = free_slots_.back();
       free_slots_.pop_back();
       active_[c].push_back(op->job.op);
-      return Begin{op->job.op,    op->slot,    op->job.priority,
-                   op->job.grant, op->job.tag, op->job.bytes};
+      return Begin{op->job.op,  op->slot,      op->job.priority, op->job.grant,
+                   op->job.tag, op->job.bytes, op->job.notify};
     }
   }
   return std::nullopt;
@@ -421,6 +438,7 @@ void Outbound::close(const Status& why) {
   for (const auto& [id, op] : ops_) ids.push_back(id);
   std::ranges::sort(ids);
   for (const std::uint64_t id : ids) finish(id, why);
+  for (const std::uint64_t id : std::exchange(sends_, {})) done_.push_back({id, why});
 }
 
 }  // namespace kvcore::transport::rdma

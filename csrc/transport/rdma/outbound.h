@@ -42,6 +42,7 @@ struct Job {
   GrantRef grant;
   std::uint64_t tag = 0;
   std::uint64_t bytes = 0;
+  bool notify = true;
   const std::byte* base = nullptr;
   std::vector<Segment> segments{};
   std::vector<std::uint32_t> keys{};  // of the local region, by rail
@@ -67,7 +68,8 @@ class Outbound {
   Outbound(std::vector<Nic*> nics, OutboundOptions options);
 
   void start(Job job);
-  void send(Priority priority, std::vector<std::byte> message);
+  // op: not 0 when its completion is waited for.
+  void send(Priority priority, std::vector<std::byte> message, std::uint64_t op = 0);
   void give_up(std::uint64_t op, Status why, std::int64_t now);
 
   // The peer's answers. An error means that it broke the protocol: close the link.
@@ -132,7 +134,8 @@ class Outbound {
     std::int64_t drain_until = 0;
   };
   struct Item {  // of a class queue, before it has its place at the owner
-    std::uint64_t op = 0;
+    bool is_message;
+    std::uint64_t op;
     std::vector<std::byte> message{};
   };
   struct GrantMap {
@@ -153,6 +156,7 @@ class Outbound {
   bool post_chunk(Op* op, const Chunk& chunk, std::int64_t now);
   void post_all(std::int64_t now);
   void mark(std::uint32_t rail, std::int64_t now);
+  void give_up_send(std::uint64_t op, const Status& why);
   void stop(Op* op, Status why, bool tell, std::int64_t now);
   void settle(Op* op);
   void finish(std::uint64_t op, Status status);
@@ -165,6 +169,7 @@ class Outbound {
   std::deque<Item> waiting_[kNumPriorities];
   std::deque<std::uint64_t> active_[kNumPriorities];  // announced, not yet posted whole
   std::set<std::uint64_t> ending_;
+  std::set<std::uint64_t> sends_;                     // whose verdict is waited for
   std::unordered_map<std::uint64_t, GrantMap> maps_;  // by GrantRef::id
   std::vector<std::uint32_t> free_slots_;
   std::vector<std::uint32_t> attempts_;  // by slot

@@ -8,7 +8,13 @@ def address_of_dlpack(capsule: Any) -> tuple[int, int]: ...
 class Link:
     @property
     def id(self) -> int: ...
-    def send(self, message: bytes | bytearray | memoryview, priority: int) -> None: ...
+    def send(
+        self,
+        message: bytes | bytearray | memoryview,
+        priority: int,
+        deadline_ns: int,
+        completion: bool,
+    ) -> int: ...
     def write(
         self,
         region: int,
@@ -37,6 +43,9 @@ class Transport:
         self,
         key: bytes,
         identity: bytes,
+        role: str,
+        model_digest: bytes,
+        layout_digest: bytes,
         handshake_s: float,
         keepalive_s: float,
         pacing_bytes_per_s: int,
@@ -44,9 +53,14 @@ class Transport:
     def register_region(self, address: int, bytes: int, memfd: int) -> int: ...
     def unregister_region(self, region: int) -> None: ...
     def create_grant(
-        self, region: int, ranges: Sequence[tuple[int, int]], rights: int, expires_ns: int
+        self,
+        region: int,
+        ranges: Sequence[tuple[int, int]],
+        rights: int,
+        expires_ns: int,
+        peer: bytes,
     ) -> bytes: ...
-    def revoke_grant(self, grant: bytes) -> None: ...
+    def revoke_grant(self, grant: bytes) -> bool: ...
     def listen(self, address: str) -> str: ...
     def connect(self, address: str) -> Link: ...
     def link(self, id: int) -> Link | None: ...

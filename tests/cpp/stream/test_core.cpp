@@ -140,6 +140,46 @@ TEST(Core, ReleaseFencesBeforeThePagesAreFree) {
   EXPECT_EQ(w.decode->take().size(), 0u);  // the caller asked for it: no event
 }
 
+// A fence that the transport could not carry out at once: pages and events wait for it.
+TEST(Core, APendingFenceHoldsPagesAndEvents) {
+  const auto actions_until_complete = [](bool late_fences) {
+    World w;
+    w.hub->set_late_fences(late_fences);
+    HandOver h = start(w, 48, 9);
+    publish_all(h);
+    EXPECT_TRUE(h.port->commit({}, w.now()).ok());
+    for (int i = 0; i < 200 && w.decode->events.empty(); ++i) {
+      w.prefill->step(w.now());
+      w.hub->step();
+      w.decode->step(w.now());
+      EXPECT_EQ(w.decode->events.empty(), w.decode->pool->stats().io_pages > 0);
+    }
+    EXPECT_EQ(w.decode->events.size(), 1u);
+    return w.hub->actions();
+  };
+  EXPECT_EQ(actions_until_complete(true), actions_until_complete(false) + 1);
+
+  World w;
+  w.hub->set_late_fences(true);
+  HandOver released = start(w, 48, 10);
+  w.prefill->step(w.now());
+  w.decode->step(w.now());
+  EXPECT_TRUE(w.decode->core->release(released.id, w.now()));
+  EXPECT_FALSE(w.decode->core->release(released.id, w.now()));
+  EXPECT_GT(w.decode->pool->stats().io_pages, 0);
+  w.advance(3600'000'000'000);  // no deadline ends it a second time
+  w.decode->step(w.now());
+  EXPECT_GT(w.decode->pool->stats().io_pages, 0);
+  w.settle();
+  EXPECT_EQ(w.decode->pool->stats().io_pages, 0);
+  EXPECT_EQ(w.decode->core->stats().released, 1);
+
+  HandOver open = start(w, 48, 11);
+  w.decode->core->close(w.now());
+  EXPECT_EQ(w.decode->pool->stats().io_pages, 0);
+  EXPECT_EQ(w.decode->core->stats().refs_lost, 0);
+}
+
 TEST(Core, SenderAbortTellsTheReceiverWhy) {
   World w;
   HandOver h = start(w, 48, 9);

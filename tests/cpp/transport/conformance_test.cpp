@@ -14,9 +14,18 @@ TEST_P(Conformance, BothSidesKnowEachOther) {
   TransportOptions a, b;
   a.identity = "decode worker 1";
   b.identity = "prefill worker 2";
+  a.role = "decode";
+  b.role = std::string(kMaxRoleBytes, 'p');
+  a.model_digest = b.model_digest = digest_of(3);
+  a.layout_digest = digest_of(4);
   connect(a, b);
   EXPECT_EQ(to_owner->info().peer_identity, "decode worker 1");
   EXPECT_EQ(to_peer->info().peer_identity, "prefill worker 2");
+  EXPECT_EQ(to_owner->info().peer_role, "decode");
+  EXPECT_EQ(to_peer->info().peer_role, b.role);
+  EXPECT_EQ(to_owner->info().peer_model, digest_of(3));
+  EXPECT_EQ(to_owner->info().peer_layout, digest_of(4));
+  EXPECT_EQ(to_peer->info().peer_layout, Digest{});
   EXPECT_TRUE(to_owner->info().up && to_peer->info().up);
   EXPECT_EQ(to_owner->info().scheme, GetParam() == "tcp6" ? "tcp" : GetParam());
 }
@@ -134,7 +143,7 @@ TEST_P(Conformance, StaleExpiredAndForeignGrantsAreRefused) {
   const Grant expired =
       *owner->transport->create_grant(owner_region, {&all, 1}, Rights::kReadWrite, now_ns());
   EXPECT_EQ(write_and_wait(expired.ref, {s}).error().code, ErrorCode::kStale);
-  owner->transport->revoke_grant(grant.ref);
+  EXPECT_EQ(owner->transport->revoke_grant(grant.ref), Fence::kDone);
   EXPECT_EQ(write_and_wait(grant.ref, {s}).error().code, ErrorCode::kStale);
   ASSERT_TRUE(to_owner->read(peer_region, {&s, 1}, grant.ref).ok());
   EXPECT_EQ(peer->next<Completion>()->status.error().code, ErrorCode::kStale);
@@ -196,6 +205,145 @@ TEST_P(Conformance, BadLocalArgumentsPostNothing) {
   EXPECT_EQ(t.register_region(nullptr, 10).error().code, ErrorCode::kInvalidArgument);
   EXPECT_EQ(t.register_region(owner_memory.data(), kBytes + 1, owner_memory.fd()).error().code,
             ErrorCode::kInvalidArgument);
+}
+
+TEST_P(Conformance, ABoundGrantIsStaleForEveryoneElse) {
+  TransportOptions thief;
+  thief.identity = "thief";
+  connect({}, thief);
+  const Range all{0, kBytes};
+  const auto bound_to = [&](const std::string& who) {
+    return *owner->transport->create_grant(owner_region, {&all, 1}, Rights::kReadWrite, 0, who);
+  };
+  const std::vector<std::byte> before = owner_memory.copy();
+  const Segment s{0, 0, 1000};
+  for (const char* other : {"prefill 1", "thie", "thief2"}) {
+    const Grant grant = bound_to(other);
+    EXPECT_EQ(write_and_wait(grant.ref, {s}).error().code, ErrorCode::kStale) << other;
+    ASSERT_TRUE(to_owner->read(peer_region, {&s, 1}, grant.ref).ok());
+    EXPECT_EQ(peer->next<Completion>()->status.error().code, ErrorCode::kStale) << other;
+  }
+  EXPECT_EQ(owner_memory.copy(), before);
+  EXPECT_TRUE(write_and_wait(bound_to("thief").ref, {s}).ok());
+  EXPECT_EQ(owner->transport
+                ->create_grant(owner_region, {&all, 1}, Rights::kRead, 0,
+                               std::string(kMaxIdentityBytes + 1, 'x'))
+                .error()
+                .code,
+            ErrorCode::kInvalidArgument);
+}
+
+TEST_P(Conformance, AQuietWriteLandsWithoutAnArrival) {
+  connect();
+  const Grant grant = grant_all();
+  OpOptions quiet;
+  quiet.notify = false;
+  EXPECT_TRUE(write_and_wait(grant.ref, {{0, 0, 100'000}}, quiet).ok());
+  EXPECT_TRUE(write_and_wait(grant.ref, {{1, 200'000, 10}}).ok());
+  EXPECT_EQ(owner->next<Arrival>()->bytes, 10U);
+  EXPECT_FALSE(owner->next<Arrival>(10).has_value());
+  EXPECT_EQ(std::memcmp(owner_memory.data(), peer_memory.data(), 100'000), 0);
+}
+
+TEST_P(Conformance, ASendCompletesOnceThePeerHasIt) {
+  connect();
+  SendOptions asked;
+  asked.completion = true;
+  for (const std::size_t bytes : {std::size_t{0}, std::size_t{7}, kMaxMessageBytes}) {
+    const std::vector<std::byte> message(bytes, std::byte{5});
+    const auto op = to_owner->send(message, asked);
+    ASSERT_TRUE(op.ok());
+    const auto done = peer->next<Completion>();
+    ASSERT_TRUE(done && done->status.ok()) << message_of(done->status);
+    EXPECT_EQ(done->op, *op);
+    EXPECT_EQ(done->bytes, bytes);
+    std::vector<Event> there;  // without waiting: that is what the completion means
+    owner->transport->poll(&there);
+    ASSERT_EQ(there.size(), 1U);
+    EXPECT_EQ(std::get<Message>(there[0]).bytes, message);
+  }
+  ASSERT_TRUE(to_owner->send(bytes_of("nobody asks")).ok());
+  EXPECT_TRUE(owner->next<Message>().has_value());
+  EXPECT_FALSE(peer->next<Completion>(10).has_value());
+  EXPECT_EQ(to_owner->info().outstanding_ops, 0U);
+}
+
+TEST_P(Conformance, ALateOrCancelledSendIsTakenBack) {
+  connect();
+  if (is_loopback()) {
+    hub->set_manual(true);
+  } else {
+    to_owner->set_pacing(1'000'000);  // a class 0 write holds everything of lower classes back
+    const Segment all{0, 0, kBytes};
+    ASSERT_TRUE(to_owner->write(peer_region, {&all, 1}, grant_all().ref, 1).ok());
+    ::usleep(5000);
+  }
+  SendOptions late;
+  late.priority = Priority::kPrefetch;
+  late.deadline_ns = now_ns() + 30 * kMs;
+  const auto first = to_owner->send(bytes_of("late"), late);
+  late.deadline_ns = 0;
+  late.completion = true;
+  const auto second = to_owner->send(bytes_of("cancelled"), late);
+  to_owner->cancel(*second);
+  const auto cancelled = peer->next<Completion>();
+  ASSERT_TRUE(cancelled.has_value());
+  EXPECT_EQ(cancelled->op, *second);
+  EXPECT_EQ(cancelled->status.error().code, ErrorCode::kCancelled);
+  const auto timed_out = peer->next<Completion>();
+  ASSERT_TRUE(timed_out.has_value());
+  EXPECT_EQ(timed_out->op, *first);
+  EXPECT_EQ(timed_out->status.error().code, ErrorCode::kTimeout) << message_of(timed_out->status);
+  to_owner->set_pacing(0);
+  if (is_loopback()) hub->set_manual(false);
+  EXPECT_FALSE(owner->next<Message>(20).has_value());
+}
+
+TEST_P(Conformance, SendsThatAwaitACompletionEndWithTheLink) {
+  connect();
+  SendOptions asked;
+  asked.completion = true;
+  asked.priority = Priority::kBackground;
+  if (is_loopback()) {
+    hub->set_manual(true);
+  } else {
+    to_owner->set_pacing(1'000'000);
+    const Segment all{0, 0, kBytes};
+    ASSERT_TRUE(to_owner->write(peer_region, {&all, 1}, grant_all().ref, 1).ok());
+  }
+  const auto op = to_owner->send(bytes_of("x"), asked);
+  ASSERT_TRUE(op.ok());
+  ::usleep(2000);
+  to_peer->close();
+  ASSERT_TRUE(peer->next<Down>().has_value());
+  std::size_t ended = 0;
+  for (const Event& e : peer->seen) {
+    const auto* done = std::get_if<Completion>(&e);
+    if (done == nullptr || done->op != *op) continue;
+    ++ended;
+    EXPECT_EQ(done->status.error().code, ErrorCode::kPeerDead) << message_of(done->status);
+  }
+  EXPECT_EQ(ended, 1U);
+}
+
+TEST_P(Conformance, RegionsThatOthersCouldWriteAreRefused) {
+  connect();
+  constexpr std::size_t kSmall = 1UL << 20;
+  SharedMemory sealed(kSmall);  // no seal can be added any more: it might still be mapped writable
+  ASSERT_EQ(::fcntl(sealed.fd(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL), 0);
+  Transport& t = *owner->transport;
+  EXPECT_EQ(t.register_region(sealed.data(), kSmall, sealed.fd()).error().code,
+            ErrorCode::kInvalidArgument);
+  SharedMemory open(kSmall);
+  ASSERT_TRUE(t.register_region(open.data(), kSmall, open.fd()).ok());
+  const int again = ::open(text("/proc/self/fd/", open.fd()).c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_GE(again, 0);
+  EXPECT_EQ(::mmap(nullptr, kSmall, PROT_READ | PROT_WRITE, MAP_SHARED, again, 0), MAP_FAILED);
+  EXPECT_LT(::pwrite(again, "x", 1, 0), 0);
+  ::close(again);
+  open.data()[0] = std::byte{1};  // its owner's mapping goes on
+  EXPECT_EQ(t.register_region({open.data(), kSmall, -1, transport::Memory::kCuda}).error().code,
+            ErrorCode::kUnsupported);
 }
 
 TEST_P(Conformance, DeadlineEndsAnOperation) {
@@ -276,7 +424,7 @@ TEST_P(Conformance, AfterRevokeReturnsNoByteLands) {
       ops.push_back(*to_owner->write(peer_region, {&all, 1}, grant.ref, 1));
     }
     ::usleep(static_cast<useconds_t>(round * 1500));
-    owner->transport->revoke_grant(grant.ref);
+    EXPECT_EQ(owner->transport->revoke_grant(grant.ref), Fence::kDone);
     std::memset(owner_memory.data(), round, kBytes);  // the ranges are ours again
     if (is_loopback()) hub->set_manual(false);
     for (std::size_t k = 0; k < ops.size(); ++k) {
@@ -320,8 +468,8 @@ TEST_P(Conformance, CloseEndsEverythingInOrder) {
   const Segment all{0, 0, kBytes};
   for (int i = 0; i < 3; ++i)
     ASSERT_TRUE(to_owner->write(peer_region, {&all, 1}, grant.ref, 1).ok());
-  ASSERT_TRUE(to_owner->send(bytes_of("last words"), Priority::kPrefetch).ok() || is_loopback());
-  ASSERT_TRUE(to_owner->send(bytes_of("control"), Priority::kStream).ok());
+  ASSERT_TRUE(to_owner->send(bytes_of("last words"), {Priority::kPrefetch}).ok() || is_loopback());
+  ASSERT_TRUE(to_owner->send(bytes_of("control"), {Priority::kStream}).ok());
   to_owner->close();
   to_owner->close();
   for (int i = 0; i < 3; ++i) {
@@ -367,6 +515,37 @@ TEST_P(Conformance, LinksAreSafeAfterTheirTransport) {
   to_owner->cancel(OpId{1});
   to_owner->close();
   EXPECT_TRUE(owner->next<Down>()->status.ok());
+}
+
+TEST_P(Conformance, PeersOfDifferentModelsGoDownWithTheReason) {
+  TransportOptions a, b;
+  a.model_digest = digest_of(1);
+  b.model_digest = digest_of(2);
+  owner.emplace(make(a));
+  peer.emplace(make(b));
+  const auto address = owner->transport->listen(listen_address(GetParam()));
+  to_owner = *peer->transport->connect(*address);
+  const auto down = peer->next<Down>();
+  ASSERT_TRUE(down.has_value());
+  EXPECT_EQ(down->status.error().code, ErrorCode::kUnsupported) << message_of(down->status);
+  EXPECT_NE(message_of(down->status).find("01010101"), std::string::npos);
+  EXPECT_FALSE(owner->next<Up>(50).has_value());
+  EXPECT_TRUE(owner->seen.empty());
+  Node neutral(make({}));  // without a digest: with anyone
+  ASSERT_TRUE(neutral.transport->connect(*address).ok());
+  EXPECT_TRUE(neutral.next<Up>().has_value());
+}
+
+TEST_P(Conformance, OptionsThatCannotBeToldToAPeerAreRefused) {
+  for (int i = 0; i < 3; ++i) {
+    TransportOptions options;
+    if (i == 0) options.identity = std::string(kMaxIdentityBytes + 1, 'x');
+    if (i == 1) options.role = std::string(kMaxRoleBytes + 1, 'x');
+    if (i == 2) options.key = "short";
+    const auto made = try_make(options);
+    ASSERT_FALSE(made.ok());
+    EXPECT_EQ(made.error().code, ErrorCode::kInvalidArgument) << i;
+  }
 }
 
 TEST_P(Conformance, WrongKeyGetsNothing) {

@@ -10,7 +10,7 @@
 
 #include "base/fault.h"
 #include "fixture.h"
-#include "transport/address.h"
+#include "transport/socket/address.h"
 
 namespace kvcore::transport {
 namespace {
@@ -76,7 +76,7 @@ TEST_P(SocketLinks, HigherClassOvertakesABulkTransfer) {
 
 TEST_P(SocketLinks, UnreadMessagesStopTheSenderAndNothingIsLost) {
   TransportOptions small;
-  small.max_unread_bytes = 256 * 1024;
+  small.credits.total_bytes = 256 * 1024;
   TransportOptions sender;
   sender.max_queued_bytes = 4UL * 1024 * 1024;
   connect(small, sender);
@@ -191,7 +191,7 @@ void write_for_ever(int from_parent) {
   char address[256] = {};
   if (::read(from_parent, address, sizeof address - 1) <= 0) return;
   constexpr std::size_t kBytes = 4UL * 1024 * 1024;
-  Memory memory(kBytes);
+  SharedMemory memory(kBytes);
   memory.fill(9);
   auto transport = take(make_transport({}));
   const RegionId region = *transport->register_region(memory.data(), kBytes, memory.fd());
@@ -251,7 +251,7 @@ TEST_P(OtherProcess, WritesLand) {
   start({});
   ::kill(child, SIGKILL);  // it writes on and on, and the memory is only ours when it has ended
   ASSERT_TRUE(owner->next<Down>().has_value());
-  Memory expected(4UL * 1024 * 1024);
+  SharedMemory expected(4UL * 1024 * 1024);
   expected.fill(9);
   EXPECT_EQ(std::memcmp(owner_memory.data(), expected.data(), expected.bytes()), 0);
 }
@@ -280,7 +280,7 @@ TEST_P(OtherProcess, StopIsNoticedWithinTheKeepAlive) {
   ::kill(child, SIGSTOP);
   const auto down = owner->next<Down>();
   ASSERT_TRUE(down.has_value());
-  EXPECT_EQ(down->status.error().code, ErrorCode::kPeerDead) << message_of(down->status);
+  EXPECT_EQ(down->status.error().code, ErrorCode::kPeerHung) << message_of(down->status);
   EXPECT_LT(now_ns() - start_ns, 1000 * kMs);
   // What the peer still believes in must not land once it wakes up.
   std::memset(owner_memory.data(), 0, kBytes);
@@ -295,8 +295,6 @@ TEST_P(OtherProcess, OperationsEndWhenTheOwnerHangs) {
   TransportOptions options;
   options.keepalive_ns = 400 * kMs;
   start(options);
-  const Range all{0, kBytes};
-  (void)all;
   ::kill(child, SIGSTOP);
   ::waitpid(child, nullptr, WUNTRACED);  // stopped, not about to: it would still refuse the grant
   const Segment s{0, 0, 100'000};
@@ -305,7 +303,7 @@ TEST_P(OtherProcess, OperationsEndWhenTheOwnerHangs) {
   const std::int64_t start_ns = now_ns();
   const auto done = owner->next<Completion>();
   ASSERT_TRUE(done.has_value());
-  EXPECT_EQ(done->status.error().code, ErrorCode::kPeerDead) << message_of(done->status);
+  EXPECT_EQ(done->status.error().code, ErrorCode::kPeerHung) << message_of(done->status);
   EXPECT_LT(now_ns() - start_ns, 1500 * kMs);
 }
 

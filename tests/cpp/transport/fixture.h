@@ -25,20 +25,20 @@ namespace kvcore::transport {
 inline constexpr std::int64_t kMs = 1'000'000;
 
 // A memfd mapped into this process.
-class Memory {
+class SharedMemory {
  public:
-  explicit Memory(std::size_t bytes) : bytes_(bytes) {
+  explicit SharedMemory(std::size_t bytes) : bytes_(bytes) {
     fd_ = ::memfd_create("kvcore-test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     EXPECT_EQ(::ftruncate(fd_, static_cast<off_t>(bytes)), 0);
     data_ =
         static_cast<std::byte*>(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0));
   }
-  ~Memory() {
+  ~SharedMemory() {
     ::munmap(data_, bytes_);
     ::close(fd_);
   }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
   std::byte* data() { return data_; }
   std::size_t bytes() const { return bytes_; }
   int fd() const { return fd_; }
@@ -108,6 +108,12 @@ class Node {
   std::deque<Event> seen;
 };
 
+inline Digest digest_of(int fill) {
+  Digest digest;
+  digest.fill(static_cast<std::byte>(fill));
+  return digest;
+}
+
 inline std::string scratch_socket() {
   static int number = 0;
   const std::string folder = text("/tmp/kvcore-test-", ::getpid());
@@ -130,10 +136,13 @@ class LinkTest : public ::testing::TestWithParam<std::string> {
  protected:
   static constexpr std::size_t kBytes = 8UL * 1024 * 1024;
 
-  std::unique_ptr<Transport> make(TransportOptions options) {
-    if (!is_loopback()) return take(make_transport(std::move(options)));
+  Result<std::unique_ptr<Transport>> try_make(TransportOptions options) {
+    if (!is_loopback()) return make_transport(std::move(options));
     if (!hub) hub = make_loopback_hub();
-    return take(hub->make_transport(std::move(options)));
+    return hub->make_transport(std::move(options));
+  }
+  std::unique_ptr<Transport> make(TransportOptions options) {
+    return take(try_make(std::move(options)));
   }
   bool is_loopback() const { return GetParam() == "loopback"; }
 
@@ -171,7 +180,7 @@ class LinkTest : public ::testing::TestWithParam<std::string> {
   }
 
   std::shared_ptr<LoopbackHub> hub;
-  Memory owner_memory{kBytes}, peer_memory{kBytes};  // outlive the transports
+  SharedMemory owner_memory{kBytes}, peer_memory{kBytes};  // outlive the transports
   std::optional<Node> owner, peer;
   std::shared_ptr<Link> to_owner, to_peer;
   RegionId owner_region{}, peer_region{};

@@ -174,7 +174,7 @@ def test_a_hung_peer_is_dead_after_the_keepalive(pair: tuple[Process, Process]) 
     time.sleep(0.2)
     prefill.kill(signal.SIGSTOP)
     try:
-        assert decode.event(4)["code"] == "PeerDead"
+        assert decode.event(4)["code"] == "PeerHung"
         assert decode.idle()
     finally:
         prefill.kill(signal.SIGCONT)

@@ -54,6 +54,69 @@ def test_messages_and_identity(pair: Pair) -> None:
         to_owner.send(bytes(1024 * 1024 + 1))
 
 
+def test_a_send_completes_when_the_peer_has_it(pair: Pair) -> None:
+    _, _, to_peer, to_owner = pair
+    op = to_owner.send(b"hello", completion=True)
+    assert op is not None and op.wait(5) == 5
+    assert to_peer.recv(0) == b"hello"
+    assert to_owner.send(b"nobody asks") is None
+    late = to_owner.send(b"late", deadline_s=-1)
+    assert late is not None
+    with pytest.raises(errors.Timeout, match="deadline passed"):
+        late.wait(5)
+
+
+def test_role_and_digests_reach_the_peer(address: str) -> None:
+    model, layout = bytes([1] * 32), bytes([2] * 32)
+    with Transport(role="decode", model_digest=model, layout_digest=layout) as owner:
+        bound = owner.listen(address)
+        with Transport(model_digest=model) as peer, Transport(model_digest=layout) as other:
+            link = peer.connect(bound)
+            link.wait_up(5)
+            info = link.info()
+            assert info["peer_role"] == "decode"
+            assert (info["peer_model"], info["peer_layout"]) == (model, layout)
+            with pytest.raises(errors.Unsupported, match="another model"):
+                other.connect(bound).wait_up(5)
+    with pytest.raises(errors.InvalidArgument, match="layout_digest has 3 bytes"):
+        Transport(layout_digest=b"abc")
+
+
+def test_a_bound_grant_serves_its_peer_alone(address: str) -> None:
+    with Transport() as owner, Transport(identity=b"a") as a, Transport(identity=b"b") as b:
+        bound, target = owner.listen(address), owner.allocate(SIZE)
+        token = target.grant(peer=b"a").token
+        assert a.connect(bound).write(a.allocate(100), [(0, 0, 100)], token).wait(5) == 100
+        with pytest.raises(errors.Stale):
+            b.connect(bound).write(b.allocate(100), [(0, 0, 100)], token).wait(5)
+
+
+def test_revoke_waits_for_a_late_fence() -> None:
+    class LateFence:
+        """The core of a transport whose fence comes with an event."""
+
+        def __init__(self, core: object) -> None:
+            self.core, self.polls = core, 0
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.core, name)
+
+        def revoke_grant(self, token: bytes) -> bool:
+            self.token = token
+            return True
+
+        def poll(self, max_events: int) -> list[tuple[object, ...]]:
+            self.polls += 1
+            return [("fenced", 0, self.token)] if self.polls == 3 else []
+
+    with Transport() as transport:
+        grant = transport.allocate(SIZE).grant()
+        late = transport._core = LateFence(transport._core)
+        grant.revoke()
+        assert late.polls == 3
+        transport._core = late.core
+
+
 def test_write_read_and_arrival(pair: Pair) -> None:
     owner, peer, to_peer, to_owner = pair
     target, source = owner.allocate(SIZE), peer.allocate(SIZE)

@@ -50,7 +50,7 @@ struct End {
 
   Grant grant(std::vector<Range> ranges, Rights rights, std::int64_t expires_ns = 0) {
     const std::uint64_t id = ++next_grant;
-    grants[id] = {{id, id * 7919}, RegionId{1}, rights, expires_ns, std::move(ranges)};
+    grants[id] = {{id, id * 7919}, RegionId{1}, rights, expires_ns, std::move(ranges), {}};
     return grants[id];
   }
   Job job(std::uint64_t op, GrantRef grant, std::vector<Segment> segments, bool is_read = false) {

@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "base/result.h"
-#include "transport/unique_fd.h"
+#include "transport/core/unique_fd.h"
 
 namespace kvcore::transport {
 

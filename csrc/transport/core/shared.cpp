@@ -1,8 +1,27 @@
-#include "transport/shared.h"
+#include "transport/core/shared.h"
 
 #include <unistd.h>
 
 namespace kvcore::transport {
+namespace {
+
+class MonotonicClock final : public Clock {
+ public:
+  std::int64_t now_ns() const noexcept override { return transport::now_ns(); }
+};
+
+const Clock& system_clock() {
+  static const MonotonicClock clock;
+  return clock;
+}
+
+}  // namespace
+
+Shared::Shared(TransportOptions o)
+    : options(std::move(o)),
+      clock(options.clock != nullptr ? *options.clock : system_clock()),
+      grants(options.random),
+      events(options.credits.total_bytes) {}
 
 void Shared::wake() {
   const std::uint64_t one = 1;

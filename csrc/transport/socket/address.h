@@ -6,7 +6,7 @@
 #include <string_view>
 
 #include "base/result.h"
-#include "transport/unique_fd.h"
+#include "transport/core/unique_fd.h"
 
 namespace kvcore::transport {
 

@@ -1,4 +1,4 @@
-#include "transport/socket_transport.h"
+#include "transport/core/io_transport.h"
 
 #include <pthread.h>
 #include <sys/epoll.h>
@@ -7,34 +7,34 @@
 #include <cerrno>
 
 #include "base/text.h"
+#include "transport/core/hello.h"
 
 namespace kvcore::transport {
 namespace {
 
-class SocketLink final : public Link {
+// The caller's handle of a link: checks, counts, and a command for the I/O thread.
+class IoLink final : public Link {
  public:
-  SocketLink(std::shared_ptr<Shared> shared, std::shared_ptr<LinkState> state)
+  IoLink(std::shared_ptr<Shared> shared, std::shared_ptr<LinkState> state)
       : shared_(std::move(shared)), state_(std::move(state)) {}
 
   LinkId id() const noexcept override { return state_->id; }
 
-  Status send(std::span<const std::byte> message, Priority priority) override {
+  Result<OpId> send(std::span<const std::byte> message, const SendOptions& options) override {
     if (message.size() > kMaxMessageBytes)
       return invalid_argument(
           text("message of ", message.size(), " bytes, at most ", kMaxMessageBytes));
-    const std::uint64_t n = message.size();
-    if (state_->queued_message_bytes.fetch_add(n) + n > shared_->options.max_queued_bytes) {
-      state_->queued_message_bytes -= n;
-      return Error{ErrorCode::kTransport, text("the peer does not keep up: max_queued_bytes=",
-                                               shared_->options.max_queued_bytes, " reached")};
+    const bool tracked = options.completion || options.deadline_ns != 0;
+    if (tracked) KVCORE_RETURN_IF_ERROR(take_slot());
+    const std::uint64_t id = state_->next_op++;
+    if (Status status =
+            queue(SendCommand{tracked ? id : 0, options, {message.begin(), message.end()}});
+        !status) {
+      if (tracked) state_->outstanding -= 1;
+      return status.error();
     }
-    const Status status =
-        post(SendCommand{priority, std::vector<std::byte>(message.begin(), message.end())});
-    if (status.ok())
-      state_->messages_out += 1;
-    else
-      state_->queued_message_bytes -= n;
-    return status;
+    state_->messages_out += 1;
+    return OpId{id};
   }
 
   Result<OpId> write(RegionId local, std::span<const Segment> segments, GrantRef grant,
@@ -54,7 +54,7 @@ class SocketLink final : public Link {
   LinkInfo info() const override {
     LinkInfo info{};
     info.id = state_->id;
-    info.scheme = state_->shm ? "shm" : "tcp";
+    info.scheme = state_->scheme;
     info.peer_address = state_->peer_address;
     info.up = state_->up;
     info.bytes_out = state_->bytes_out;
@@ -64,7 +64,10 @@ class SocketLink final : public Link {
     info.outstanding_ops = state_->outstanding;
     info.queued_bytes = state_->queued_bytes;
     const std::lock_guard lock(shared_->mu);
-    info.peer_identity = state_->peer_identity;
+    info.peer_identity = state_->peer.identity;
+    info.peer_role = state_->peer.role;
+    info.peer_model = state_->peer.model;
+    info.peer_layout = state_->peer.layout;
     info.peer_pid = state_->peer_pid;
     return info;
   }
@@ -75,14 +78,31 @@ class SocketLink final : public Link {
     return shared_->post(state_.get(), Command{state_->id, std::move(what)});
   }
 
+  Status queue(SendCommand command) {
+    const std::uint64_t n = command.bytes.size();
+    Status status;
+    if (state_->queued_message_bytes.fetch_add(n) + n > shared_->options.max_queued_bytes)
+      status = Error{ErrorCode::kTransport, text("the peer does not keep up: max_queued_bytes=",
+                                                 shared_->options.max_queued_bytes, " reached")};
+    else
+      status = post(std::move(command));
+    if (!status) state_->queued_message_bytes -= n;
+    return status;
+  }
+
+  Status take_slot() {
+    const std::uint32_t limit = shared_->options.max_outstanding_ops;
+    if (state_->outstanding.fetch_add(1) < limit) return {};
+    state_->outstanding -= 1;
+    return Error{ErrorCode::kTransport, text("max_outstanding_ops=", limit, " reached")};
+  }
+
   Result<OpId> post_op(bool is_read, RegionId local, std::span<const Segment> segments,
                        GrantRef grant, std::uint64_t tag, const OpOptions& options) {
-    const std::uint32_t limit = shared_->options.max_outstanding_ops;
     KVCORE_ASSIGN_OR_RETURN(const RegionView view, shared_->grants.pin(local, segments));
-    if (state_->outstanding.fetch_add(1) >= limit) {
-      state_->outstanding -= 1;
+    if (Status slot = take_slot(); !slot) {
       shared_->grants.unpin(local);
-      return Error{ErrorCode::kTransport, text("max_outstanding_ops=", limit, " reached")};
+      return slot.error();
     }
     auto op = std::make_unique<Op>();
     op->id = state_->next_op++;
@@ -113,53 +133,54 @@ class SocketLink final : public Link {
 
 }  // namespace
 
-SocketTransport::SocketTransport(std::shared_ptr<Shared> shared, std::unique_ptr<IoLoop> loop)
-    : shared_(std::move(shared)), loop_(std::move(loop)), thread_([this] {
+IoTransport::IoTransport(std::shared_ptr<Shared> shared, Schemes schemes, UniqueFd epoll_fd)
+    : shared_(std::move(shared)),
+      schemes_(std::move(schemes)),
+      loop_(std::make_unique<IoLoop>(shared_, std::move(epoll_fd))),
+      thread_([this] {
         ::pthread_setname_np(::pthread_self(), "kvcore-link");
         loop_->run();
       }) {}
 
-Result<RegionId> SocketTransport::register_region(std::byte* base, std::uint64_t bytes, int memfd) {
-  KVCORE_ASSIGN_OR_RETURN(const RegionId id, shared_->grants.add_region(base, bytes, memfd));
+Result<RegionId> IoTransport::register_region(const RegionSpec& spec) {
+  KVCORE_ASSIGN_OR_RETURN(const RegionId id, shared_->grants.add_region(spec));
   (void)shared_->post(nullptr, Command{LinkId{}, RegionCommand{id, false}}).ok();
   return id;
 }
 
-Status SocketTransport::unregister_region(RegionId region) {
+Status IoTransport::unregister_region(RegionId region) {
   KVCORE_RETURN_IF_ERROR(shared_->grants.remove_region(region));
   (void)shared_->post(nullptr, Command{LinkId{}, RegionCommand{region, true}}).ok();
   return {};
 }
 
-Result<std::string> SocketTransport::listen(std::string_view address) {
-  KVCORE_ASSIGN_OR_RETURN(Address parsed, parse_address(address));
-  if (shared_->options.key.empty() && !is_loopback(parsed))
-    return invalid_argument(text("address=", address, " is not a loopback address: a 32-byte key ",
-                                 "is needed to listen there"));
-  KVCORE_ASSIGN_OR_RETURN(UniqueFd fd, open_listener(&parsed));
-  KVCORE_RETURN_IF_ERROR(shared_->post(
-      nullptr, Command{LinkId{}, ListenCommand{std::move(fd), parsed.shm, parsed.path}}));
-  return parsed.str();
+Result<Scheme*> IoTransport::scheme_of(std::string_view address) const {
+  std::string known;
+  for (const auto& scheme : schemes_) {
+    if (address.starts_with(scheme->name()) &&
+        address.substr(scheme->name().size()).starts_with(':'))
+      return scheme.get();
+    known += text(known.empty() ? "" : ", ", scheme->name());
+  }
+  return invalid_argument(text("address=", address, " must be SCHEME:..., SCHEME one of ", known));
 }
 
-Result<std::shared_ptr<Link>> SocketTransport::connect(std::string_view address) {
-  KVCORE_ASSIGN_OR_RETURN(const Address parsed, parse_address(address));
-  if (shared_->options.key.empty() && !is_loopback(parsed))
-    return invalid_argument(
-        text("address=", address, " is not a loopback address: a 32-byte key is needed"));
-  auto fd = open_connection(parsed);
-  Status failed;
-  if (!fd) failed = fd.error();
+Result<std::string> IoTransport::listen(std::string_view address) {
+  KVCORE_ASSIGN_OR_RETURN(Scheme* const scheme, scheme_of(address));
+  KVCORE_ASSIGN_OR_RETURN(Listening listening, scheme->listen(address));
+  std::string bound = listening.address;
+  KVCORE_RETURN_IF_ERROR(
+      shared_->post(nullptr, Command{LinkId{}, ListenCommand{scheme, std::move(listening)}}));
+  return bound;
+}
+
+Result<std::shared_ptr<Link>> IoTransport::connect(std::string_view address) {
+  KVCORE_ASSIGN_OR_RETURN(Scheme* const scheme, scheme_of(address));
+  KVCORE_ASSIGN_OR_RETURN(Dialled dialled, scheme->dial(address));
   auto state = std::make_shared<LinkState>();
-  state->shm = parsed.shm;
-  state->peer_address = parsed.str();
-  if (parsed.shm && failed.ok()) {
-    auto pid = peer_of_same_user(fd->get());
-    if (pid)
-      state->peer_pid = *pid;
-    else
-      failed = pid.error();
-  }
+  state->scheme = scheme->name();
+  state->peer_address = dialled.peer_address;
+  state->peer_pid = dialled.peer_pid;
   {
     const std::lock_guard lock(shared_->mu);
     if (shared_->stopped) return Error{ErrorCode::kPeerDead, "the transport is closed"};
@@ -169,32 +190,25 @@ Result<std::shared_ptr<Link>> SocketTransport::connect(std::string_view address)
     state->id = LinkId{shared_->next_link++};
     shared_->links.emplace(static_cast<std::uint64_t>(state->id), state);
   }
-  ConnectCommand command{state, failed.ok() ? std::move(*fd) : UniqueFd(), failed};
-  KVCORE_RETURN_IF_ERROR(shared_->post(nullptr, Command{LinkId{}, std::move(command)}));
-  return std::shared_ptr<Link>(std::make_shared<SocketLink>(shared_, std::move(state)));
+  KVCORE_RETURN_IF_ERROR(
+      shared_->post(nullptr, Command{LinkId{}, ConnectCommand{state, scheme, std::move(dialled)}}));
+  return std::shared_ptr<Link>(std::make_shared<IoLink>(shared_, std::move(state)));
 }
 
-std::shared_ptr<Link> SocketTransport::link(LinkId id) const {
+std::shared_ptr<Link> IoTransport::link(LinkId id) const {
   const std::lock_guard lock(shared_->mu);
   const auto it = shared_->links.find(static_cast<std::uint64_t>(id));
   if (it == shared_->links.end()) return nullptr;
-  return std::make_shared<SocketLink>(shared_, it->second);
+  return std::make_shared<IoLink>(shared_, it->second);
 }
 
-void SocketTransport::close() {
+void IoTransport::close() {
   (void)shared_->post(nullptr, Command{LinkId{}, StopCommand{}}).ok();
   if (thread_.joinable()) thread_.join();
 }
 
-Result<std::unique_ptr<Transport>> make_transport(TransportOptions options) {
-  if (!options.key.empty() && options.key.size() != AuthSession::kKeyBytes)
-    return invalid_argument(text("key has ", options.key.size(), " bytes, must have 0 or 32"));
-  if (options.identity.size() > 256)
-    return invalid_argument(text("identity has ", options.identity.size(), " bytes, at most 256"));
-  if (options.handshake_ns <= 0 || options.keepalive_ns < 0)
-    return invalid_argument(text("handshake_ns=", options.handshake_ns,
-                                 " must be above 0, keepalive_ns=", options.keepalive_ns,
-                                 " must be 0 or more"));
+Result<std::unique_ptr<Transport>> IoTransport::make(TransportOptions options, Schemes schemes) {
+  KVCORE_RETURN_IF_ERROR(check_options(options));
   auto shared = std::make_shared<Shared>(std::move(options));
   shared->wake_fd = UniqueFd(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   UniqueFd epoll_fd(::epoll_create1(EPOLL_CLOEXEC));
@@ -205,9 +219,8 @@ Result<std::unique_ptr<Transport>> make_transport(TransportOptions options) {
       ::epoll_ctl(epoll_fd.get(), EPOLL_CTL_ADD, shared->wake_fd.get(), &event) != 0)
     return Error{ErrorCode::kIo, text("epoll or eventfd: errno ", errno)};
   shared->events.set_on_drained([raw = shared.get()] { raw->wake(); });
-  auto loop = std::make_unique<IoLoop>(shared, std::move(epoll_fd));
   return std::unique_ptr<Transport>(
-      std::make_unique<SocketTransport>(std::move(shared), std::move(loop)));
+      std::make_unique<IoTransport>(std::move(shared), std::move(schemes), std::move(epoll_fd)));
 }
 
 }  // namespace kvcore::transport

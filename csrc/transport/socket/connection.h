@@ -15,56 +15,50 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <unordered_map>
 
 #include "base/xxh3.h"
-#include "transport/outbox.h"
-#include "transport/pacer.h"
-#include "transport/remote_region.h"
-#include "transport/shared.h"
+#include "transport/core/channel.h"
+#include "transport/core/shared.h"
+#include "transport/socket/outbox.h"
+#include "transport/socket/pacer.h"
+#include "transport/socket/remote_region.h"
 
 namespace kvcore::transport {
 
-// What the connections of one I/O thread have in common.
-struct Io {
-  Shared& shared;
-  int epoll_fd;
-  std::vector<std::byte> scratch;  // payload nobody wants goes here
-};
-
-std::vector<std::byte> make_link_hello(const TransportOptions& options);
-
-class Connection {
+class Connection final : public Channel {
  public:
-  // `auth` decides who speaks first. The socket is registered with epoll under the link's id.
-  Connection(Io* io, std::shared_ptr<LinkState> state, UniqueFd fd, AuthSession auth,
-             bool initiator, std::int64_t now);
-  ~Connection();
+  // The initiator speaks first. The socket is registered with epoll under the link's id.
+  Connection(Io* io, std::shared_ptr<LinkState> state, UniqueFd fd, bool shm, bool initiator,
+             std::int64_t now);
+  ~Connection() override;
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
-  // Commands.
-  void send(SendCommand command);
-  void start(std::unique_ptr<Op> op);
-  void give_up(std::uint64_t op, const Status& why);  // cancel and deadline
-  void set_rate(std::uint64_t bytes_per_s, std::int64_t now) { pacer_.set_rate(bytes_per_s, now); }
-  void begin_close(std::int64_t now);
-  void region_changed(RegionId region, bool gone);
-  void fail(Status why);  // the link is dead; the loop calls finish() and drops it
+  void send(SendCommand command) override;
+  void start(std::unique_ptr<Op> op) override;
+  void give_up(std::uint64_t op, const Status& why) override;
+  void set_rate(std::uint64_t bytes_per_s, std::int64_t now) override {
+    pacer_.set_rate(bytes_per_s, now);
+  }
+  void begin_close(std::int64_t now) override;
+  void region_changed(RegionId region, bool gone) override;
+  void fail(Status why) override;
 
-  // The loop.
-  void on_event(std::uint32_t events, std::int64_t now);
-  void work(std::int64_t now);                  // timers, pulls, sending
-  bool busy() const noexcept;                   // wants work() again without any event
-  std::int64_t next_timer_ns() const noexcept;  // or INT64_MAX
-  bool dead() const noexcept { return state_ == State::kDead; }
-  void finish(std::vector<Command> orphans);  // completions of all that is left, then Down
-  const LinkState& link() const noexcept { return *link_; }
-  bool shm() const noexcept { return link_->shm; }
-  bool initiator() const noexcept { return initiator_; }
+  void on_event(std::uint32_t source, std::uint32_t events, std::int64_t now) override;
+  void work(std::int64_t now) override;
+  bool busy() const noexcept override;
+  std::int64_t next_timer_ns() const noexcept override;
+  bool dead() const noexcept override { return state_ == State::kDead; }
+  void finish(std::vector<Command> orphans) override;
+  const LinkState& link() const noexcept override { return *link_; }
+  bool initiator() const noexcept override { return initiator_; }
 
  private:
+  bool shm() const noexcept { return shm_; }
+  std::int64_t now_ns() const noexcept { return io_->shared.now_ns(); }
   enum class State : std::uint8_t { kConnecting, kHandshake, kUp, kClosing, kDead };
   struct TxItem {  // a message, an operation of ours, or a read we serve (tcp)
     enum class Kind : std::uint8_t { kMessage, kOp, kServe } kind;
@@ -75,7 +69,13 @@ class Connection {
     GrantRef grant;
     std::uint64_t tag = 0;
     std::uint64_t bytes = 0;
+    bool notify = true;
     bool failed = false;
+  };
+  struct Sent {  // a message whose completion somebody waits for
+    std::int64_t deadline_ns;
+    Priority priority;
+    std::uint64_t bytes;
   };
   struct Serve {  // a peer's read from our grant
     GrantRef grant;
@@ -104,7 +104,7 @@ class Connection {
     std::size_t piece = 0;
     std::uint64_t piece_done = 0;
     bool last = false;
-    std::vector<std::byte> message{};
+    std::vector<std::byte> message{};  // op: the peer's send that wants an answer, or 0
     std::size_t weight() const noexcept { return 1 + pieces.size() + message.size() / 1024; }
   };
   using Fill = std::function<ssize_t(std::vector<iovec>*)>;  // bytes placed; 0 = none now
@@ -116,7 +116,10 @@ class Connection {
   void update_interest();
   void announce_region(RegionId id, const RegionView& view);
   Op* find_op(std::uint64_t id);
-  void deliver(std::vector<std::byte> message);
+  void deliver(std::uint64_t op, std::vector<std::byte> message);
+  void give_up_send(std::uint64_t id, const Sent& sent, const Status& why);
+  void complete_send(std::uint64_t id, Status status);
+  Status greet();
 
   // connection_send.cpp
   void control(FrameType type, std::vector<std::byte> body = {});
@@ -136,6 +139,7 @@ class Connection {
   bool parse_frame();
   void take_buffered_payload();
   void dispatch(const FramePrefix& prefix, Bytes body);
+  void on_message(const FramePrefix& prefix, Bytes body);
   void on_write(const FramePrefix& prefix, Bytes body);
   void on_result(Bytes body);
   void on_abort(Bytes body);
@@ -161,9 +165,10 @@ class Connection {
   bool peer_hung_up() const;
 
   Io* io_;
+  const bool shm_;
   std::shared_ptr<LinkState> link_;
   UniqueFd fd_;
-  AuthSession auth_;
+  std::optional<AuthSession> auth_;  // none only on a link that failed at once
   bool initiator_;
   State state_;
   Status why_;
@@ -171,6 +176,7 @@ class Connection {
   bool hung_up_ = false;  // the peer closed its side: read on to the end, whatever the limits
 
   std::unordered_map<std::uint64_t, std::unique_ptr<Op>> ops_;
+  std::unordered_map<std::uint64_t, Sent> sends_;
   std::set<std::pair<std::int64_t, std::uint64_t>> deadlines_;
   std::deque<TxItem> tx_[kNumPriorities];
   std::deque<OutFrame> control_;
@@ -192,7 +198,8 @@ class Connection {
   std::int64_t last_rx_ns_, last_tx_ns_;
   std::int64_t setup_deadline_ns_;  // of connect and handshake
   std::int64_t close_deadline_ns_ = 0;
-  std::int64_t peer_keepalive_ns_ = 0;
+  PeerHello peer_;
+  bool was_up_ = false;
   bool bye_sent_ = false;
 };
 

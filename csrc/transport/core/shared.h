@@ -1,6 +1,6 @@
-// What the posting threads and the I/O thread of a socket Transport share: tables, the event queue
-// and one queue of commands. Everything else belongs to the I/O thread alone (connection.h). Thread
-// rules: every member function from any thread. `mu` is held for microseconds.
+// What the posting threads and the I/O thread of a Transport share: tables, the event queue and one
+// queue of commands. Everything else belongs to the I/O thread alone (channel.h). Thread rules:
+// every member function from any thread. `mu` is held for microseconds.
 #pragma once
 
 #include <atomic>
@@ -11,11 +11,12 @@
 #include <variant>
 #include <vector>
 
-#include "transport/address.h"
-#include "transport/event_queue.h"
-#include "transport/grants.h"
+#include "transport/core/event_queue.h"
+#include "transport/core/grants.h"
+#include "transport/core/hello.h"
+#include "transport/core/scheme.h"
+#include "transport/core/unique_fd.h"
 #include "transport/link.h"
-#include "transport/unique_fd.h"
 
 namespace kvcore::transport {
 
@@ -46,7 +47,7 @@ struct Op {
 // State of one link that any thread may look at.
 struct LinkState {
   LinkId id{};
-  bool shm = false;
+  std::string scheme;
   std::string peer_address;
   std::atomic<std::uint64_t> next_op{1};
   std::atomic<std::uint64_t> bytes_out{0}, bytes_in{0}, messages_out{0}, messages_in{0};
@@ -54,12 +55,13 @@ struct LinkState {
   std::atomic<bool> up{false};
   // Guarded by Shared::mu:
   bool closed = false;  // no command is taken any more
-  std::string peer_identity;
   std::int64_t peer_pid = 0;
+  PeerHello peer;
 };
 
 struct SendCommand {
-  Priority priority;
+  std::uint64_t op = 0;  // 0: nobody waits for its completion
+  SendOptions options;
   std::vector<std::byte> bytes;
 };
 struct CancelCommand {
@@ -71,13 +73,12 @@ struct PaceCommand {
 struct CloseCommand {};
 struct ConnectCommand {
   std::shared_ptr<LinkState> state;
-  UniqueFd fd;
-  Status failed;  // when the socket could not be made: the link goes down at once
+  Scheme* scheme;
+  Dialled dialled;
 };
 struct ListenCommand {
-  UniqueFd fd;
-  bool shm;
-  std::string path;  // shm: removed at the end
+  Scheme* scheme;
+  Listening listening;
 };
 struct RegionCommand {
   RegionId region;
@@ -93,7 +94,8 @@ struct Command {
 };
 
 struct Shared {
-  explicit Shared(TransportOptions o) : options(std::move(o)), events(options.max_unread_bytes) {}
+  explicit Shared(TransportOptions o);
+  std::int64_t now_ns() const noexcept { return clock.now_ns(); }
 
   // Queues a command and wakes the I/O thread. For a link's commands `state` is its link: PeerDead
   // when that is closed. After stop: PeerDead.
@@ -101,6 +103,7 @@ struct Shared {
   void wake();
 
   const TransportOptions options;
+  const Clock& clock;
   GrantTable grants;
   EventQueue events;
   UniqueFd wake_fd;  // eventfd

@@ -1,4 +1,4 @@
-#include "transport/address.h"
+#include "transport/socket/address.h"
 
 #include <arpa/inet.h>
 #include <netdb.h>

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "base/text.h"
-#include "transport/connection.h"
+#include "transport/socket/connection.h"
 
 namespace kvcore::transport {
 namespace {
@@ -117,11 +117,11 @@ void Connection::parse() {
 
 void Connection::parse_handshake(std::int64_t now) {
   std::vector<std::byte> out;
-  const auto used = auth_.feed(Bytes(rx_.data() + rx_begin_, rx_end_ - rx_begin_), &out);
+  const auto used = auth_->feed(Bytes(rx_.data() + rx_begin_, rx_end_ - rx_begin_), &out);
   outbox_.push_raw(std::move(out));
   if (!used) return fail(used.error());
   rx_begin_ += *used;
-  if (auth_.established()) on_established(now);
+  if (auth_->established()) on_established(now);
 }
 
 // One whole frame out of the buffer; false when it is not there yet.
@@ -137,7 +137,7 @@ bool Connection::parse_frame() {
   const std::size_t signed_bytes = sizeof prefix + prefix.body_bytes;
   if (have < signed_bytes + kMacBytes) return false;
   const Bytes frame(rx_.data() + rx_begin_, signed_bytes + kMacBytes);
-  if (auto status = auth_.open({frame.first(signed_bytes)}, frame.last(kMacBytes)); !status) {
+  if (auto status = auth_->open({frame.first(signed_bytes)}, frame.last(kMacBytes)); !status) {
     fail(status);
     return false;
   }
@@ -163,16 +163,8 @@ void Connection::dispatch(const FramePrefix& prefix, Bytes body) {
   switch (static_cast<FrameType>(prefix.type)) {
     case FrameType::kPing:
       return;
-    case FrameType::kMessage: {
-      std::vector<std::byte> message(body.begin(), body.end());
-      auto& queue = pulls_[prefix.priority];
-      if (queue.empty()) return deliver(std::move(message));
-      Pull waiting{Pull::Kind::kMessage};
-      waiting.message = std::move(message);
-      pull_pieces_ += waiting.weight();
-      queue.push_back(std::move(waiting));
-      return;
-    }
+    case FrameType::kMessage:
+      return on_message(prefix, body);
     case FrameType::kWrite:
       return on_write(prefix, body);
     case FrameType::kResult:
@@ -196,11 +188,32 @@ void Connection::dispatch(const FramePrefix& prefix, Bytes body) {
   }
 }
 
+void Connection::on_message(const FramePrefix& prefix, Bytes body) {
+  std::uint64_t op = 0;
+  if ((prefix.flags & kFlagAnswer) != 0) {
+    if (body.size() < sizeof op)
+      return fail(corrupt("a message to be answered without its number"));
+    std::memcpy(&op, body.data(), sizeof op);
+    if (op == 0) return fail(corrupt("a message to be answered with number 0"));
+    body = body.subspan(sizeof op);
+  }
+  if (body.size() > kMaxMessageBytes)
+    return fail(corrupt(text("a message of ", body.size(), " bytes")));
+  std::vector<std::byte> message(body.begin(), body.end());
+  auto& queue = pulls_[prefix.priority];
+  if (queue.empty()) return deliver(op, std::move(message));
+  Pull waiting{Pull::Kind::kMessage, op};
+  waiting.message = std::move(message);
+  pull_pieces_ += waiting.weight();
+  queue.push_back(std::move(waiting));
+}
+
 void Connection::on_write(const FramePrefix& prefix, Bytes body) {
   auto frame = parse_write(prefix, body, shm());
   if (!frame) return fail(frame.error());
   const WriteHead& head = frame->head;
   auto [it, fresh] = inbound_.try_emplace(head.op, InWrite{head.grant, head.tag});
+  it->second.notify = (prefix.flags & kFlagQuiet) == 0;
   if (inbound_.size() > kMaxInbound) return fail(corrupt("the peer has too many writes at a time"));
   if (it->second.grant != head.grant || it->second.tag != head.tag)
     return fail(corrupt("a chunk names another grant or tag than its write"));
@@ -229,6 +242,7 @@ void Connection::on_result(Bytes body) {
   auto frame = parse_result(body);
   if (!frame) return fail(frame.error());
   const std::uint64_t id = frame->head.op;
+  if (sends_.contains(id)) return complete_send(id, std::move(frame->status));
   Op* op = find_op(id);
   if (op == nullptr) return;  // given up before
   Status status = std::move(frame->status);
@@ -266,7 +280,9 @@ void Connection::on_read_request(const FramePrefix& prefix, Bytes body) {
   const std::uint64_t op = frame->head.op;
   const auto refuse = [&](const Status& why) { control(FrameType::kResult, make_result(op, why)); };
   const GrantRef grant = frame->head.grant;
-  if (auto ok = io_->shared.grants.check(grant, Rights::kRead, frame->ranges, now_ns()); !ok)
+  if (auto ok =
+          io_->shared.grants.check(grant, Rights::kRead, frame->ranges, now_ns(), peer_.identity);
+      !ok)
     return refuse(ok);
   if (serving_.size() >= kMaxInbound) return fail(corrupt("the peer has too many reads at a time"));
   if (!shm()) {
@@ -314,8 +330,8 @@ void Connection::on_read_done(Bytes body) {
   if (!head) return fail(head.error());
   const auto it = serving_.find(head->op);
   if (it == serving_.end()) return;
-  const Status held =
-      io_->shared.grants.check(it->second.grant, Rights::kRead, it->second.ranges, now_ns());
+  const Status held = io_->shared.grants.check(it->second.grant, Rights::kRead, it->second.ranges,
+                                               now_ns(), peer_.identity);
   if (held.ok())
     for (const Range& r : it->second.ranges) link_->bytes_out += r.bytes;
   serving_.erase(it);
@@ -375,13 +391,16 @@ ssize_t Connection::land_write(const Fill& fill) {
   }
   ssize_t n = 0;
   bool intact = true;
-  const Status status = io_->shared.grants.with_ranges(
-      sink_.grant, Rights::kWrite, ranges, now_ns(), [&](std::span<std::byte* const> places) {
-        std::vector<iovec> iov;
-        for (std::size_t i = 0; i < places.size(); ++i) iov.push_back({places[i], ranges[i].bytes});
-        n = fill(&iov);
-        if (n > 0) intact = settle(static_cast<std::uint64_t>(n), places);
-      });
+  const Status status =
+      io_->shared.grants.with_ranges(sink_.grant, Rights::kWrite, ranges, now_ns(), peer_.identity,
+                                     [&](std::span<std::byte* const> places) {
+                                       std::vector<iovec> iov;
+                                       for (std::size_t i = 0; i < places.size(); ++i)
+                                         iov.push_back({places[i], ranges[i].bytes});
+                                       n = fill(&iov);
+                                       if (n > 0)
+                                         intact = settle(static_cast<std::uint64_t>(n), places);
+                                     });
   if (!status.ok() || !intact) {
     fail_write(sink_.op,
                status.ok() ? corrupt("a segment's checksum differs from what was sent") : status);
@@ -460,8 +479,9 @@ void Connection::finish_write(std::uint64_t op) {
   inbound_.erase(it);
   if (write.failed) return;
   link_->bytes_in += write.bytes;
-  io_->shared.events.push(
-      Arrival{link_->id, write.grant, write.tag, write.bytes, now_ns(), Status()});
+  if (write.notify)
+    io_->shared.events.push(
+        Arrival{link_->id, write.grant, write.tag, write.bytes, now_ns(), Status()});
   control(FrameType::kResult, make_result(op, {}));
 }
 

@@ -1,4 +1,4 @@
-#include "transport/grants.h"
+#include "transport/core/grants.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -12,47 +12,78 @@
 
 namespace kvcore::transport {
 
+namespace {
+
+// A duplicate for peers, which cannot be mapped writable: neither can the file any more, whoever
+// opens it again.
+Result<int> seal_and_share(int memfd, std::uint64_t bytes) {
+  const off_t size = ::lseek(memfd, 0, SEEK_END);
+  if (size < 0 || static_cast<std::uint64_t>(size) < bytes)
+    return invalid_argument(
+        text("region bytes=", bytes, " exceeds its memfd, which has ", size, " bytes"));
+  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_FUTURE_WRITE;
+  const int seals = ::fcntl(memfd, F_GET_SEALS);
+  if (seals < 0 || ((seals & kSeals) != kSeals && ::fcntl(memfd, F_ADD_SEALS, kSeals) != 0))
+    return invalid_argument(text("memfd=", memfd,
+                                 " must be a memfd that has, or can get, the seals SHRINK and ",
+                                 "FUTURE_WRITE (has ", seals, ")"));
+  const int fd = ::open(text("/proc/self/fd/", memfd).c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return Error{ErrorCode::kIo, text("open(/proc/self/fd): errno ", errno)};
+  return fd;
+}
+
+}  // namespace
+
+GrantTable::GrantTable(RandomSource* random)
+    : random_(random != nullptr ? *random : system_random_) {}
+
 GrantTable::~GrantTable() {
   for (auto& [id, region] : regions_) {
     if (region.view.fd >= 0) ::close(region.view.fd);
   }
 }
 
-Result<RegionId> GrantTable::add_region(std::byte* base, std::uint64_t bytes, int memfd) {
-  if (base == nullptr) return invalid_argument("region base=null must point to memory");
-  if (bytes == 0 || bytes > (std::uint64_t{1} << 62))
-    return invalid_argument(text("region bytes=", bytes, " must be in [1, 2^62]"));
+Result<RegionId> GrantTable::add_region(const RegionSpec& spec) {
+  if (spec.memory != Memory::kHost)
+    return Error{ErrorCode::kUnsupported, "region memory=cuda: these links move host memory only"};
+  if (spec.base == nullptr) return invalid_argument("region base=null must point to memory");
+  if (spec.bytes == 0 || spec.bytes > (std::uint64_t{1} << 62))
+    return invalid_argument(text("region bytes=", spec.bytes, " must be in [1, 2^62]"));
   int fd = -1;
-  if (memfd >= 0) {
-    const off_t size = ::lseek(memfd, 0, SEEK_END);
-    if (size < 0 || static_cast<std::uint64_t>(size) < bytes)
-      return invalid_argument(
-          text("region bytes=", bytes, " exceeds its memfd, which has ", size, " bytes"));
-    const int seals = ::fcntl(memfd, F_GET_SEALS);
-    if (seals < 0 ||
-        ((seals & F_SEAL_SHRINK) == 0 && ::fcntl(memfd, F_ADD_SEALS, F_SEAL_SHRINK) != 0))
-      return invalid_argument(
-          text("memfd=", memfd, " must be a memfd that is, or can be, sealed against shrinking"));
-    // Peers get a descriptor that cannot be mapped writable.
-    fd = ::open(text("/proc/self/fd/", memfd).c_str(), O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return Error{ErrorCode::kIo, text("open(/proc/self/fd): errno ", errno)};
+  if (spec.memfd >= 0) {
+    KVCORE_ASSIGN_OR_RETURN(fd, seal_and_share(spec.memfd, spec.bytes));
   }
   const std::lock_guard lock(mu_);
   const std::uint32_t id = next_region_++;
-  regions_.emplace(id, Region{{base, bytes, fd}});
+  regions_.emplace(id, Region{{spec.base, spec.bytes, fd}});
   return RegionId{id};
 }
 
 Status GrantTable::remove_region(RegionId id) {
+  std::vector<GrantRef> refs;
+  {
+    const std::lock_guard lock(mu_);
+    const auto it = regions_.find(static_cast<std::uint32_t>(id));
+    if (it == regions_.end())
+      return Error{ErrorCode::kNotFound,
+                   text("region ", static_cast<std::uint32_t>(id), " is unknown")};
+    if (it->second.pins > 0)
+      return invalid_argument(text("region ", static_cast<std::uint32_t>(id), " is used by ",
+                                   it->second.pins, " operations; cancel them first"));
+    for (const auto& [ref_id, grant] : grants_)
+      if (grant.region == id) refs.push_back(grant.ref);
+  }
+  for (const GrantRef& ref : refs) (void)revoke(ref);  // what stays pending is counted below
   const auto fenced = fence();
   const std::lock_guard lock(mu_);
   const auto it = regions_.find(static_cast<std::uint32_t>(id));
-  if (it == regions_.end())
-    return Error{ErrorCode::kNotFound,
-                 text("region ", static_cast<std::uint32_t>(id), " is unknown")};
-  if (it->second.pins > 0)
-    return invalid_argument(text("region ", static_cast<std::uint32_t>(id), " is used by ",
-                                 it->second.pins, " operations; cancel them first"));
+  if (it == regions_.end() || it->second.pins > 0)
+    return invalid_argument(
+        text("region ", static_cast<std::uint32_t>(id), " was used meanwhile by another thread"));
+  if (it->second.pending_fences > 0)
+    return invalid_argument(text("region ", static_cast<std::uint32_t>(id), " has ",
+                                 it->second.pending_fences,
+                                 " pending fences; unregister it after their Fenced"));
   std::erase_if(grants_, [&](const auto& g) { return g.second.region == id; });
   if (it->second.view.fd >= 0) ::close(it->second.view.fd);
   regions_.erase(it);
@@ -131,12 +162,15 @@ Result<std::vector<Range>> normalised(std::span<const Range> ranges, std::uint64
 }  // namespace
 
 Result<Grant> GrantTable::create(RegionId region, std::span<const Range> ranges, Rights rights,
-                                 std::int64_t expires_ns) {
+                                 std::int64_t expires_ns, std::string_view peer) {
+  if (peer.size() > kMaxIdentityBytes)
+    return invalid_argument(
+        text("grant peer has ", peer.size(), " bytes, at most ", kMaxIdentityBytes));
   KVCORE_ASSIGN_OR_RETURN(const RegionView view, this->region(region));
   KVCORE_ASSIGN_OR_RETURN(auto merged, normalised(ranges, view.bytes));
   GrantRef ref;
-  KVCORE_RETURN_IF_ERROR(secure_random(std::as_writable_bytes(std::span(&ref, 1))));
-  Grant grant{ref, region, rights, expires_ns, std::move(merged)};
+  KVCORE_RETURN_IF_ERROR(random_.fill(std::as_writable_bytes(std::span(&ref, 1))));
+  Grant grant{ref, region, rights, expires_ns, std::move(merged), std::string(peer)};
   const std::lock_guard lock(mu_);
   if (!regions_.contains(static_cast<std::uint32_t>(region)))
     return Error{ErrorCode::kNotFound, "region was unregistered meanwhile"};
@@ -144,24 +178,46 @@ Result<Grant> GrantTable::create(RegionId region, std::span<const Range> ranges,
   return grant;
 }
 
-void GrantTable::revoke(GrantRef ref) {
-  const auto fenced = fence();
-  const std::lock_guard lock(mu_);
-  const auto it = grants_.find(ref.id);
-  if (it != grants_.end() && it->second.ref == ref) grants_.erase(it);
+Fence GrantTable::revoke(GrantRef ref) {
+  {
+    const auto fenced = fence();
+    const std::lock_guard lock(mu_);
+    const auto it = grants_.find(ref.id);
+    if (it == grants_.end() || it->second.ref != ref) return Fence::kDone;
+    const RegionId region = it->second.region;
+    grants_.erase(it);
+    if (!on_revoke_) return Fence::kDone;
+    pending_fences_.emplace(ref.id, region);  // before the hook, which may end it from elsewhere
+    ++regions_.at(static_cast<std::uint32_t>(region)).pending_fences;
+  }
+  if (on_revoke_(ref) == Fence::kPending) return Fence::kPending;
+  fenced(ref);
+  return Fence::kDone;
 }
 
-Result<std::byte*> GrantTable::locate(GrantRef ref, Rights right, Range range,
-                                      std::int64_t now) const {
+void GrantTable::fenced(GrantRef ref) {
+  const std::lock_guard lock(mu_);
+  const auto pending = pending_fences_.extract(ref.id);
+  if (pending) --regions_.at(static_cast<std::uint32_t>(pending.mapped())).pending_fences;
+}
+
+Result<const Grant*> GrantTable::live(GrantRef ref, Rights right, std::int64_t now,
+                                      std::string_view peer) const {
   const auto it = grants_.find(ref.id);
-  if (it == grants_.end() || it->second.ref != ref)
-    return Error{ErrorCode::kStale, "grant is unknown, revoked or of an old generation"};
+  if (it == grants_.end() || it->second.ref != ref ||
+      (!it->second.peer.empty() && it->second.peer != peer))
+    return Error{ErrorCode::kStale,
+                 "grant is unknown, revoked, of an old generation or another peer's"};
   const Grant& grant = it->second;
   if (grant.expires_ns != 0 && now >= grant.expires_ns)
     return Error{ErrorCode::kStale, "grant has expired"};
   if ((static_cast<unsigned>(grant.rights) & static_cast<unsigned>(right)) == 0)
     return invalid_argument(
         text("grant does not allow ", right == Rights::kRead ? "reading" : "writing"));
+  return &grant;
+}
+
+Result<std::byte*> GrantTable::locate(const Grant& grant, Range range) const {
   auto pos = std::ranges::upper_bound(grant.ranges, range.offset, {}, &Range::offset);
   if (pos == grant.ranges.begin() || range.bytes == 0 ||
       !range_inside(range.offset - std::prev(pos)->offset, range.bytes, std::prev(pos)->bytes))
@@ -171,10 +227,11 @@ Result<std::byte*> GrantTable::locate(GrantRef ref, Rights right, Range range,
 }
 
 Status GrantTable::check(GrantRef ref, Rights right, std::span<const Range> ranges,
-                         std::int64_t now) const {
+                         std::int64_t now, std::string_view peer) const {
   const std::lock_guard lock(mu_);
+  KVCORE_ASSIGN_OR_RETURN(const Grant* const grant, live(ref, right, now, peer));
   for (const Range& range : ranges) {
-    if (auto p = locate(ref, right, range, now); !p) return p.error();
+    if (auto p = locate(*grant, range); !p) return p.error();
   }
   return {};
 }
@@ -190,15 +247,16 @@ Result<RegionId> GrantTable::shared_region(GrantRef ref) const {
 }
 
 Status GrantTable::with_ranges(GrantRef ref, Rights right, std::span<const Range> ranges,
-                               std::int64_t now, const Use& use) const {
+                               std::int64_t now, std::string_view peer, const Use& use) const {
   while (fences_waiting_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
   const std::lock_guard landing(landing_);
   std::vector<std::byte*> targets;
   targets.reserve(ranges.size());
   {
     const std::lock_guard lock(mu_);
+    KVCORE_ASSIGN_OR_RETURN(const Grant* const grant, live(ref, right, now, peer));
     for (const Range& range : ranges) {
-      KVCORE_ASSIGN_OR_RETURN(std::byte* const target, locate(ref, right, range, now));
+      KVCORE_ASSIGN_OR_RETURN(std::byte* const target, locate(*grant, range));
       targets.push_back(target);
     }
   }

@@ -1,4 +1,4 @@
-#include "transport/remote_region.h"
+#include "transport/socket/remote_region.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

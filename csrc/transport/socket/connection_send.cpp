@@ -3,7 +3,7 @@
 
 #include "base/fault.h"
 #include "base/text.h"
-#include "transport/connection.h"
+#include "transport/socket/connection.h"
 
 namespace kvcore::transport {
 namespace {
@@ -44,7 +44,7 @@ void Connection::pump(std::int64_t now) {
 bool Connection::build_next(std::int64_t now) {
   if (state_ != State::kUp && state_ != State::kClosing) return false;
   if (!control_.empty()) {
-    outbox_.push(&auth_, std::move(control_.front()));
+    outbox_.push(&*auth_, std::move(control_.front()));
     control_.pop_front();
     return true;
   }
@@ -62,10 +62,13 @@ bool Connection::build_from(std::deque<TxItem>* queue, Priority priority, std::i
     TxItem& item = queue->front();
     if (item.kind == TxItem::Kind::kMessage) {
       OutFrame frame{FrameType::kMessage, priority};
-      frame.body = std::move(item.message);
-      link_->queued_message_bytes -= frame.body.size();
+      link_->queued_message_bytes -= item.message.size();
+      if (item.op != 0) frame.flags |= kFlagAnswer;
+      frame.body = item.op == 0
+                       ? std::move(item.message)
+                       : make_body(OpHead{item.op}, std::span<const std::byte>(item.message));
       queue->pop_front();
-      outbox_.push(&auth_, std::move(frame));
+      outbox_.push(&*auth_, std::move(frame));
       *built = true;
       return false;
     }
@@ -109,7 +112,7 @@ void Connection::push_read_request(Op* op, Priority priority) {
   frame.body =
       make_body(ReadHead{op->id, op->grant, ranges.size()}, std::span<const Range>(ranges));
   op->started = true;
-  outbox_.push(&auth_, std::move(frame));
+  outbox_.push(&*auth_, std::move(frame));
 }
 
 // The next pieces of a write: at most a chunk, each inside one segment.
@@ -141,6 +144,7 @@ void Connection::push_chunk(Op* op, Priority priority) {
   pacer_.spend(total);
   if (op->done == op->bytes) frame.flags |= kFlagLast;
   if (!op->options.checksum) frame.flags |= kFlagUnchecked;
+  if (!op->options.notify) frame.flags |= kFlagQuiet;
   const WriteHead head{op->id, op->grant, op->tag, static_cast<std::uint32_t>(op->region),
                        static_cast<std::uint32_t>(pieces.size())};
   frame.body = make_body(head, std::span<const Piece>(pieces));
@@ -153,7 +157,7 @@ void Connection::push_chunk(Op* op, Priority priority) {
     frame.owned[frame.owned.size() / 2] ^= std::byte{1};
     frame.payload.assign(1, iovec{frame.owned.data(), frame.owned.size()});
   }
-  outbox_.push(&auth_, std::move(frame));
+  outbox_.push(&*auth_, std::move(frame));
 }
 
 // tcp: the next bytes of a read we serve, copied while the grant holds. Returns whether it is over.
@@ -177,7 +181,8 @@ bool Connection::push_serve_chunk(std::uint64_t id, Priority priority) {
   frame.owned.reserve(total);
   std::vector<DataPiece> pieces;
   Status status = io_->shared.grants.with_ranges(
-      serve.grant, Rights::kRead, ranges, now_ns(), [&](std::span<std::byte* const> places) {
+      serve.grant, Rights::kRead, ranges, now_ns(), peer_.identity,
+      [&](std::span<std::byte* const> places) {
         for (std::size_t i = 0; i < places.size(); ++i) {
           pieces.push_back({ranges[i].bytes, xxh3_64(places[i], ranges[i].bytes)});
           frame.owned.insert(frame.owned.end(), places[i], places[i] + ranges[i].bytes);
@@ -190,12 +195,12 @@ bool Connection::push_serve_chunk(std::uint64_t id, Priority priority) {
     if (over) frame.flags |= kFlagLast;
     frame.body = make_body(OpHead{id}, std::span<const DataPiece>(pieces));
     frame.payload.assign(1, iovec{frame.owned.data(), frame.owned.size()});
-    outbox_.push(&auth_, std::move(frame));
+    outbox_.push(&*auth_, std::move(frame));
   }
   if (over) {
     OutFrame result{FrameType::kResult, priority};
     result.body = make_result(id, status);
-    outbox_.push(&auth_, std::move(result));
+    outbox_.push(&*auth_, std::move(result));
     serving_.erase(id);
   }
   return over;

@@ -1,4 +1,4 @@
-#include "transport/event_queue.h"
+#include "transport/core/event_queue.h"
 
 #include <sys/eventfd.h>
 #include <time.h>

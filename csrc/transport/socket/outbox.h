@@ -7,8 +7,8 @@
 #include <deque>
 #include <optional>
 
-#include "transport/frame.h"
-#include "transport/unique_fd.h"
+#include "transport/core/unique_fd.h"
+#include "transport/socket/frame.h"
 
 namespace kvcore::transport {
 

@@ -6,7 +6,7 @@
 
 #include "base/fault.h"
 #include "base/text.h"
-#include "transport/connection.h"
+#include "transport/socket/connection.h"
 
 namespace kvcore::transport {
 
@@ -25,7 +25,7 @@ void Connection::pull(std::int64_t now) {
 // Returns whether the item is over.
 bool Connection::pull_step(Pull* item, std::uint64_t* budget, std::int64_t now) {
   if (item->kind == Pull::Kind::kMessage) {
-    deliver(std::move(item->message));
+    deliver(item->op, std::move(item->message));
     return true;
   }
   while (item->piece < item->pieces.size()) {
@@ -77,7 +77,8 @@ Status Connection::pull_piece(Pull* item, const Piece& piece, std::uint64_t byte
   }
   const Range range{offset, bytes};
   return io_->shared.grants.with_ranges(
-      item->grant, Rights::kWrite, {&range, 1}, now, [&](std::span<std::byte* const> to) {
+      item->grant, Rights::kWrite, {&range, 1}, now, peer_.identity,
+      [&](std::span<std::byte* const> to) {
         copy_bytes(to[0], from, bytes);
         if (fails(io_->shared.options.faults, "transport.flip_payload"))
           to[0][bytes / 2] ^= std::byte{1};

@@ -26,7 +26,7 @@ namespace kvcore::transport {
 
 enum class FrameType : std::uint8_t {
   kPing = 1,     // keep-alive; no body
-  kMessage,      // body = the message
+  kMessage,      // body = the message (kFlagAnswer: behind an OpHead)
   kWrite,        // a chunk of a write: WriteHead, Piece*; tcp: payload, shm: where to pull from
   kResult,       // ResultHead, text: the owner's verdict on a write or read
   kAbort,        // OpHead: the initiator gives an operation up; shm: a kResult answers
@@ -42,6 +42,9 @@ inline constexpr std::uint8_t kLastFrameType = static_cast<std::uint8_t>(FrameTy
 
 inline constexpr std::uint16_t kFlagLast = 1;       // kWrite, kReadData: the operation's last chunk
 inline constexpr std::uint16_t kFlagUnchecked = 2;  // the pieces carry no checksum
+inline constexpr std::uint16_t kFlagAnswer = 4;  // kMessage: begins with an OpHead, kResult follows
+inline constexpr std::uint16_t kFlagQuiet = 8;   // kWrite: no Arrival
+inline constexpr std::uint16_t kAllFlags = 15;
 inline constexpr std::size_t kMacBytes = 16;
 inline constexpr std::size_t kMaxPieces = 1024;  // of one chunk
 inline constexpr std::size_t kMaxBodyBytes = kMaxMessageBytes + 4096;

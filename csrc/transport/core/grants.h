@@ -3,7 +3,8 @@
 // Thread rules: all methods from any thread. Two locks: `mu_` (tables, held for microseconds) and
 // `landing_` (held while bytes land under a grant, <= kLandingBytes at a time; revoke and remove
 // take it, which is the fence). Posting takes only `mu_`, so a post never waits for a copy. Bounds:
-// every check is written so that no sum can overflow.
+// every check is written so that no sum can overflow. A back end whose hardware can still write
+// after a revoke (rdma) sets a hook: it fences itself, or says kPending and calls fenced() later.
 #pragma once
 
 #include <atomic>
@@ -32,12 +33,13 @@ struct RegionView {
 
 class GrantTable {
  public:
-  GrantTable() = default;
+  // random: of the refs; null = the operating system's. Must outlive the table.
+  explicit GrantTable(RandomSource* random = nullptr);
   ~GrantTable();
   GrantTable(const GrantTable&) = delete;
   GrantTable& operator=(const GrantTable&) = delete;
 
-  Result<RegionId> add_region(std::byte* base, std::uint64_t bytes, int memfd);
+  Result<RegionId> add_region(const RegionSpec& spec);
   Status remove_region(RegionId id);
   Result<RegionView> region(RegionId id) const;
   std::vector<std::pair<RegionId, RegionView>> regions() const;
@@ -47,11 +49,18 @@ class GrantTable {
   void unpin(RegionId id);
 
   Result<Grant> create(RegionId region, std::span<const Range> ranges, Rights rights,
-                       std::int64_t expires_ns);
-  void revoke(GrantRef ref);
+                       std::int64_t expires_ns, std::string_view peer = {});
+  Fence revoke(GrantRef ref);
 
-  // Does `ref` allow `right` on all of these ranges now? Stale, InvalidArgument (bounds, rights).
-  Status check(GrantRef ref, Rights right, std::span<const Range> ranges, std::int64_t now) const;
+  // Called for each grant that is revoked, without any lock.
+  using OnRevoke = std::function<Fence(GrantRef)>;
+  void set_on_revoke(OnRevoke hook) { on_revoke_ = std::move(hook); }
+  void fenced(GrantRef ref);  // ends what the hook left pending
+
+  // Does `ref` allow `peer` (its identity) this `right` on all of these ranges now? Stale,
+  // InvalidArgument (bounds, rights).
+  Status check(GrantRef ref, Rights right, std::span<const Range> ranges, std::int64_t now,
+               std::string_view peer) const;
 
   // The region of a live grant, if peers can map it (shm). Stale, Unsupported.
   Result<RegionId> shared_region(GrantRef ref) const;
@@ -60,7 +69,7 @@ class GrantTable {
   // held: a revoke_grant that has returned before this call makes it Stale; one during it waits.
   using Use = std::function<void(std::span<std::byte* const>)>;
   Status with_ranges(GrantRef ref, Rights right, std::span<const Range> ranges, std::int64_t now,
-                     const Use& use) const;
+                     std::string_view peer, const Use& use) const;
 
   std::size_t num_grants() const;
 
@@ -68,8 +77,11 @@ class GrantTable {
   struct Region {
     RegionView view;
     std::uint64_t pins = 0;
+    std::uint64_t pending_fences = 0;
   };
-  Result<std::byte*> locate(GrantRef ref, Rights right, Range range, std::int64_t now) const;
+  Result<const Grant*> live(GrantRef ref, Rights right, std::int64_t now,
+                            std::string_view peer) const;
+  Result<std::byte*> locate(const Grant& grant, Range range) const;
 
   // A fence goes before the next landing, however fast landings follow each other.
   std::unique_lock<std::mutex> fence();
@@ -78,7 +90,11 @@ class GrantTable {
   std::atomic<int> fences_waiting_{0};
   mutable std::mutex mu_;
   std::unordered_map<std::uint32_t, Region> regions_;
-  std::unordered_map<std::uint64_t, Grant> grants_;  // by GrantRef::id
+  std::unordered_map<std::uint64_t, Grant> grants_;             // by GrantRef::id
+  std::unordered_map<std::uint64_t, RegionId> pending_fences_;  // by GrantRef::id
+  SystemRandom system_random_;
+  RandomSource& random_;
+  OnRevoke on_revoke_;
   std::uint32_t next_region_ = 1;
 };
 

@@ -1,4 +1,4 @@
-#include "transport/outbox.h"
+#include "transport/socket/outbox.h"
 
 #include <sys/socket.h>
 

@@ -1,4 +1,4 @@
-#include "transport/connection.h"
+#include "transport/socket/connection.h"
 
 #include <fcntl.h>
 #include <sys/epoll.h>
@@ -16,30 +16,48 @@ namespace {
 constexpr std::int64_t kFlushNs = 100'000'000;  // of close()
 constexpr std::size_t kMaxQueuedPieces = 65536;
 
-struct LinkHello {  // before the identity, inside the handshake
-  std::int64_t keepalive_ns;
-};
+constexpr std::string_view kLabel = "kvcore-link-2";
+
+// How operations end that a link's end leaves behind.
+Status end_of_pending(const Status& why) {
+  if (why.ok()) return Error{ErrorCode::kPeerDead, "the peer closed the link"};
+  switch (why.error().code) {
+    case ErrorCode::kCancelled:
+    case ErrorCode::kPeerDead:
+    case ErrorCode::kPeerHung:
+      return why;
+    default:
+      return Error{ErrorCode::kTransport, why.error().message};
+  }
+}
+
+std::optional<AuthSession> make_auth(const TransportOptions& options, bool initiator) {
+  auto auth =
+      AuthSession::make(initiator ? AuthSession::Side::kInitiator : AuthSession::Side::kResponder,
+                        std::as_bytes(std::span(options.key)), kLabel, make_link_hello(options));
+  if (!auth) return std::nullopt;
+  return std::move(*auth);
+}
 
 }  // namespace
 
-std::vector<std::byte> make_link_hello(const TransportOptions& options) {
-  return make_body(LinkHello{options.keepalive_ns}, std::span<const char>(options.identity));
-}
-
-Connection::Connection(Io* io, std::shared_ptr<LinkState> state, UniqueFd fd, AuthSession auth,
+Connection::Connection(Io* io, std::shared_ptr<LinkState> state, UniqueFd fd, bool shm,
                        bool initiator, std::int64_t now)
     : io_(io),
+      shm_(shm),
       link_(std::move(state)),
       fd_(std::move(fd)),
-      auth_(std::move(auth)),
+      auth_(make_auth(io->shared.options, initiator)),
       initiator_(initiator),
       state_(initiator ? State::kConnecting : State::kHandshake),
       last_rx_ns_(now),
       last_tx_ns_(now),
       setup_deadline_ns_(now + io->shared.options.handshake_ns) {
+  if (!auth_) fail(Error{ErrorCode::kIo, "no random bytes for a handshake"});
+  if (dead() || !fd_) return;  // no socket: the caller says why
   pacer_.set_rate(io->shared.options.pacing_bytes_per_s, now);
   epoll_event event{};
-  event.data.u64 = static_cast<std::uint64_t>(link_->id);
+  event.data.u64 = epoll_key(link_->id);
   event.events = interest_ = EPOLLIN | EPOLLRDHUP | (initiator ? EPOLLOUT : 0U);
   if (::epoll_ctl(io_->epoll_fd, EPOLL_CTL_ADD, fd_.get(), &event) != 0)
     fail(Error{ErrorCode::kIo, text("epoll_ctl: errno ", errno)});
@@ -53,8 +71,18 @@ Op* Connection::find_op(std::uint64_t id) {
 }
 
 void Connection::send(SendCommand command) {
-  const auto priority = static_cast<std::size_t>(command.priority);
-  tx_[priority].push_back({TxItem::Kind::kMessage, 0, std::move(command.bytes)});
+  const Priority priority = command.options.priority;
+  if (command.op != 0) {
+    const std::int64_t deadline = command.options.deadline_ns;
+    sends_.emplace(command.op, Sent{deadline, priority, command.bytes.size()});
+    if (deadline != 0) deadlines_.emplace(deadline, command.op);
+    if (state_ == State::kClosing) {
+      link_->queued_message_bytes -= command.bytes.size();
+      return complete_send(command.op, Error{ErrorCode::kCancelled, "the link is being closed"});
+    }
+  }
+  tx_[static_cast<std::size_t>(priority)].push_back(
+      {TxItem::Kind::kMessage, command.op, std::move(command.bytes)});
 }
 
 void Connection::start(std::unique_ptr<Op> op) {
@@ -74,6 +102,8 @@ void Connection::start(std::unique_ptr<Op> op) {
 }
 
 void Connection::give_up(std::uint64_t id, const Status& why) {
+  if (const auto sent = sends_.find(id); sent != sends_.end())
+    return give_up_send(id, sent->second, why);
   Op* op = find_op(id);
   if (op == nullptr || op->giving_up) return;
   if (op->started) control(FrameType::kAbort, make_body(OpHead{id}));
@@ -100,26 +130,53 @@ void Connection::complete(std::uint64_t id, Status status) {
   io_->shared.events.push(Completion{link_->id, OpId{id}, std::move(status), bytes});
 }
 
-void Connection::deliver(std::vector<std::byte> message) {
+// What has not left is taken back; what has may still reach the peer.
+void Connection::give_up_send(std::uint64_t id, const Sent& sent, const Status& why) {
+  auto& queue = tx_[static_cast<std::size_t>(sent.priority)];
+  const auto item = std::ranges::find_if(
+      queue, [&](const TxItem& i) { return i.kind == TxItem::Kind::kMessage && i.op == id; });
+  const bool left = item == queue.end();
+  if (!left) {
+    link_->queued_message_bytes -= item->message.size();
+    queue.erase(item);
+  }
+  complete_send(id,
+                Error{why.error().code,
+                      text(why.error().message, left ? "; the message had left, the peer may get it"
+                                                     : "; the message was taken back")});
+}
+
+void Connection::complete_send(std::uint64_t id, Status status) {
+  const auto it = sends_.find(id);
+  if (it == sends_.end()) return;
+  const Sent sent = it->second;
+  sends_.erase(it);
+  if (sent.deadline_ns != 0) deadlines_.erase({sent.deadline_ns, id});
+  link_->outstanding -= 1;
+  const std::uint64_t bytes = status.ok() ? sent.bytes : 0;
+  io_->shared.events.push(Completion{link_->id, OpId{id}, std::move(status), bytes});
+}
+
+void Connection::deliver(std::uint64_t op, std::vector<std::byte> message) {
   link_->messages_in += 1;
   io_->shared.events.push(Message{link_->id, std::move(message), now_ns()});
+  if (op != 0) control(FrameType::kResult, make_result(op, {}));
+}
+
+// Who the peer is, as soon as it has proved the key.
+Status Connection::greet() {
+  KVCORE_ASSIGN_OR_RETURN(peer_, parse_link_hello(auth_->peer_hello()));
+  KVCORE_RETURN_IF_ERROR(check_models(io_->shared.options.model_digest, peer_.model));
+  const std::lock_guard lock(io_->shared.mu);
+  link_->peer = peer_;
+  return {};
 }
 
 void Connection::on_established(std::int64_t now) {
-  const auto& hello = auth_.peer_hello();
-  if (hello.size() < sizeof(LinkHello))
-    return fail(Error{ErrorCode::kCorrupt, "the peer's hello is too short"});
-  LinkHello head{};
-  std::memcpy(&head, hello.data(), sizeof head);
-  peer_keepalive_ns_ = head.keepalive_ns;
+  if (const Status status = greet(); !status) return fail(status);
   last_rx_ns_ = now;
-  {
-    const std::lock_guard lock(io_->shared.mu);
-    link_->peer_identity.assign(reinterpret_cast<const char*>(hello.data()) + sizeof head,
-                                hello.size() - sizeof head);
-  }
   state_ = State::kUp;
-  link_->up = true;
+  link_->up = was_up_ = true;
   io_->shared.events.push(Up{link_->id, !initiator_});
   if (!shm()) return;
   for (const auto& [id, view] : io_->shared.grants.regions()) announce_region(id, view);
@@ -167,21 +224,21 @@ void Connection::finish(std::vector<Command> orphans) {
   // The shutdown tells a peer that is copying from our memory not to announce it (see the top).
   ::shutdown(fd_.get(), SHUT_RDWR);
   fd_.reset();
-  const bool silent = !initiator_ && !auth_.established();  // it never was a link
   for (Command& command : orphans) {
     if (auto* op = std::get_if<std::unique_ptr<Op>>(&command.what)) {
       const std::uint64_t id = (*op)->id;
       ops_.emplace(id, std::move(*op));
+    } else if (const auto* s = std::get_if<SendCommand>(&command.what);
+               s != nullptr && s->op != 0) {
+      sends_.emplace(s->op, Sent{0, s->options.priority, s->bytes.size()});
     }
   }
-  const bool by_us = !why_.ok() && why_.error().code == ErrorCode::kCancelled;
-  const Status pending = why_.ok() ? Status(Error{ErrorCode::kPeerDead, "the peer closed the link"})
-                         : by_us || why_.error().code == ErrorCode::kPeerDead
-                             ? why_
-                             : Status(Error{ErrorCode::kTransport, why_.error().message});
+  const Status pending = end_of_pending(why_);
   while (!ops_.empty()) complete(ops_.begin()->first, pending);
+  while (!sends_.empty()) complete_send(sends_.begin()->first, pending);
   link_->queued_message_bytes = 0;
-  if (!silent) io_->shared.events.push(Down{link_->id, why_});
+  const bool never_was_a_link = !initiator_ && !was_up_;
+  if (!never_was_a_link) io_->shared.events.push(Down{link_->id, why_});
 }
 
 void Connection::run_timers(std::int64_t now) {
@@ -199,14 +256,14 @@ void Connection::run_timers(std::int64_t now) {
   const std::int64_t keepalive = io_->shared.options.keepalive_ns;
   const bool reading = (interest_ & EPOLLIN) != 0;
   if (keepalive != 0 && reading && now - last_rx_ns_ > keepalive)
-    fail(Error{ErrorCode::kPeerDead,
+    fail(Error{ErrorCode::kPeerHung,
                text("the peer was silent for ", (now - last_rx_ns_) / 1'000'000, " ms (keep-alive ",
                     keepalive / 1'000'000, " ms)")});
-  if (peer_keepalive_ns_ != 0 && now - last_tx_ns_ >= peer_keepalive_ns_ / 4 && outbox_.empty() &&
+  if (peer_.keepalive_ns != 0 && now - last_tx_ns_ >= peer_.keepalive_ns / 4 && outbox_.empty() &&
       control_.empty())
     control(FrameType::kPing);
   if (state_ != State::kClosing) return;
-  const bool flushed = ops_.empty() && outbox_.empty() && control_.empty() &&
+  const bool flushed = ops_.empty() && sends_.empty() && outbox_.empty() && control_.empty() &&
                        std::ranges::all_of(tx_, [](const auto& q) { return q.empty(); });
   if (flushed && !bye_sent_) {
     bye_sent_ = true;
@@ -237,8 +294,8 @@ std::int64_t Connection::next_timer_ns() const noexcept {
     return std::min(next, setup_deadline_ns_);
   const std::int64_t keepalive = io_->shared.options.keepalive_ns;
   if (keepalive != 0) next = std::min(next, last_rx_ns_ + keepalive + 1);
-  if (peer_keepalive_ns_ != 0 && outbox_.empty())
-    next = std::min(next, last_tx_ns_ + peer_keepalive_ns_ / 4);
+  if (peer_.keepalive_ns != 0 && outbox_.empty())
+    next = std::min(next, last_tx_ns_ + peer_.keepalive_ns / 4);
   if (pace_until_ != 0) next = std::min(next, pace_until_);
   if (close_deadline_ns_ != 0) next = std::min(next, close_deadline_ns_);
   return next;
@@ -252,12 +309,12 @@ void Connection::update_interest() {
   if ((wanted & EPOLLIN) != 0 && (interest_ & EPOLLIN) == 0) last_rx_ns_ = now_ns();
   interest_ = wanted;
   epoll_event event{};
-  event.data.u64 = static_cast<std::uint64_t>(link_->id);
+  event.data.u64 = epoll_key(link_->id);
   event.events = wanted;
   ::epoll_ctl(io_->epoll_fd, EPOLL_CTL_MOD, fd_.get(), &event);
 }
 
-void Connection::on_event(std::uint32_t events, std::int64_t now) {
+void Connection::on_event(std::uint32_t, std::uint32_t events, std::int64_t now) {
   if (dead()) return;
   if (state_ == State::kConnecting && (events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) != 0) {
     int error = 0;
@@ -267,7 +324,7 @@ void Connection::on_event(std::uint32_t events, std::int64_t now) {
       return fail(Error{ErrorCode::kPeerDead,
                         text("connect ", link_->peer_address, ": ", std::strerror(error))});
     state_ = State::kHandshake;
-    outbox_.push_raw(auth_.start());
+    outbox_.push_raw(auth_->start());
   }
   if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) hung_up_ = true;
   if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) receive(now);

@@ -1,4 +1,4 @@
-#include "transport/frame.h"
+#include "transport/socket/frame.h"
 
 #include <bit>
 #include <string_view>
@@ -48,8 +48,7 @@ Status check_prefix(const FramePrefix& p, bool shm) {
     return corrupt(text("frame type ", static_cast<int>(p.type), " is unknown"));
   if (p.priority >= kNumPriorities)
     return corrupt(text("frame priority ", static_cast<int>(p.priority), " is unknown"));
-  if ((p.flags & ~(kFlagLast | kFlagUnchecked)) != 0)
-    return corrupt(text("frame flags ", p.flags, " are unknown"));
+  if ((p.flags & ~kAllFlags) != 0) return corrupt(text("frame flags ", p.flags, " are unknown"));
   if (p.body_bytes > kMaxBodyBytes)
     return corrupt(text("frame body of ", p.body_bytes, " bytes exceeds ", kMaxBodyBytes));
   const auto type = static_cast<FrameType>(p.type);
@@ -101,7 +100,7 @@ Result<ResultFrame> parse_result(Bytes body) {
   ResultFrame out{};
   std::memcpy(&out.head, body.data(), sizeof out.head);
   if (out.head.code == 0) return out;
-  if (out.head.code - 1 > static_cast<std::uint64_t>(ErrorCode::kInternal))
+  if (out.head.code - 1 > static_cast<std::uint64_t>(kLastErrorCode))
     return corrupt(text("result code ", out.head.code, " is unknown"));
   const Bytes rest = body.subspan(sizeof(ResultHead));
   out.status =

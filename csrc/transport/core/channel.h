@@ -1,0 +1,54 @@
+// One link as the I/O thread drives it, whatever carries its bytes. The commands come from
+// Shared::commands, the rest from the loop: after every round of events each channel's work() runs.
+//
+// Life: made -> (handshake) Up -> ... -> dead() -> finish() -> destroyed. finish() ends every
+// operation and queues Down, so that each posted operation has exactly one Completion. Thread
+// rules: the I/O thread only, but for LinkState.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "transport/core/shared.h"
+
+namespace kvcore::transport {
+
+// What the channels of one I/O thread have in common.
+struct Io {
+  Shared& shared;
+  int epoll_fd;
+  std::vector<std::byte> scratch;  // payload nobody wants goes here
+};
+
+// The epoll key of a channel's descriptor number `source` (a channel may have several).
+inline constexpr int kSourceBits = 8;
+inline std::uint64_t epoll_key(LinkId link, std::uint32_t source = 0) {
+  return (static_cast<std::uint64_t>(link) << kSourceBits) | source;
+}
+
+class Channel {
+ public:
+  virtual ~Channel() = default;
+
+  // Commands.
+  virtual void send(SendCommand command) = 0;
+  virtual void start(std::unique_ptr<Op> op) = 0;
+  virtual void give_up(std::uint64_t op, const Status& why) = 0;  // cancel and deadline
+  virtual void set_rate(std::uint64_t bytes_per_s, std::int64_t now) = 0;
+  virtual void begin_close(std::int64_t now) = 0;
+  virtual void region_changed(RegionId region, bool gone) = 0;
+  virtual void fail(Status why) = 0;  // the link is dead; the loop calls finish() and drops it
+
+  // The loop.
+  virtual void on_event(std::uint32_t source, std::uint32_t events, std::int64_t now) = 0;
+  virtual void work(std::int64_t now) = 0;                  // timers, copies, sending
+  virtual bool busy() const noexcept = 0;                   // wants work() again without any event
+  virtual std::int64_t next_timer_ns() const noexcept = 0;  // or INT64_MAX
+  virtual bool dead() const noexcept = 0;
+  virtual void finish(std::vector<Command> orphans) = 0;
+  virtual const LinkState& link() const noexcept = 0;
+  virtual bool initiator() const noexcept = 0;
+};
+
+}  // namespace kvcore::transport

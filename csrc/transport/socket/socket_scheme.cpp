@@ -1,0 +1,79 @@
+#include "transport/socket/socket_scheme.h"
+
+#include "base/text.h"
+#include "transport/socket/address.h"
+#include "transport/socket/connection.h"
+
+namespace kvcore::transport {
+namespace {
+
+class SocketScheme final : public Scheme {
+ public:
+  SocketScheme(bool shm, bool keyed) : shm_(shm), keyed_(keyed) {}
+
+  std::string_view name() const noexcept override { return shm_ ? "shm" : "tcp"; }
+
+  Result<Listening> listen(std::string_view address) override {
+    KVCORE_ASSIGN_OR_RETURN(Address parsed, allowed(address));
+    KVCORE_ASSIGN_OR_RETURN(UniqueFd fd, open_listener(&parsed));
+    return Listening{std::move(fd), parsed.str(), parsed.path};
+  }
+
+  Result<Dialled> dial(std::string_view address) override {
+    KVCORE_ASSIGN_OR_RETURN(const Address parsed, allowed(address));
+    Dialled out;
+    out.peer_address = parsed.str();
+    auto fd = open_connection(parsed);
+    if (!fd) {
+      out.failed = fd.error();
+      return out;
+    }
+    if (shm_) {
+      const auto pid = peer_of_same_user(fd->get());
+      if (pid)
+        out.peer_pid = *pid;
+      else
+        out.failed = pid.error();
+    }
+    if (out.failed.ok()) out.fd = std::move(*fd);
+    return out;
+  }
+
+  Result<Dialled> accepted(UniqueFd fd) override {
+    Dialled out;
+    if (shm_) {
+      KVCORE_ASSIGN_OR_RETURN(out.peer_pid, peer_of_same_user(fd.get()));
+      out.peer_address = text("shm: pid ", out.peer_pid);
+    } else {
+      set_tcp_options(fd.get());
+      out.peer_address = peer_name(fd.get());
+    }
+    out.fd = std::move(fd);
+    return out;
+  }
+
+  std::unique_ptr<Channel> channel(Io* io, std::shared_ptr<LinkState> state, UniqueFd fd,
+                                   bool initiator, std::int64_t now) override {
+    return std::make_unique<Connection>(io, std::move(state), std::move(fd), shm_, initiator, now);
+  }
+
+ private:
+  Result<Address> allowed(std::string_view address) const {
+    KVCORE_ASSIGN_OR_RETURN(Address parsed, parse_address(address));
+    if (!keyed_ && !is_loopback(parsed))
+      return invalid_argument(
+          text("address=", address, " is not a loopback address: a 32-byte key is needed there"));
+    return parsed;
+  }
+
+  const bool shm_, keyed_;
+};
+
+}  // namespace
+
+std::unique_ptr<Scheme> make_tcp_scheme(bool keyed) {
+  return std::make_unique<SocketScheme>(false, keyed);
+}
+std::unique_ptr<Scheme> make_shm_scheme() { return std::make_unique<SocketScheme>(true, true); }
+
+}  // namespace kvcore::transport
