@@ -185,9 +185,8 @@ class PrefillEngine(_StreamEngine):
         first = handover.start_token // seq.page_size
         last = -(-seq.num_prompt // seq.page_size)
         handover.sender = self.endpoint.open(handover.grant, seq.pages[first:last].tolist())
-        cached = seq.num_computed // seq.page_size - first
-        if cached > 0:  # known here, unknown there: these go at once
-            handover.sender.push_cached(0, cached)
+        # Known here, unknown there: these go at once.
+        handover.sender.push_cached_upto(seq.num_computed)
 
     def _attention(self, rows: Rows[Row]) -> Any:
         senders = [(row.seq.extra.sender, index) for index, row in enumerate(rows)]
