@@ -22,12 +22,12 @@ MAGIC, OPEN, MARK, COMMIT, ABORT, DONE = 0x4D53564B, 1, 2, 3, 4, 5
 
 
 def message(kind: int, request: bytes, body: bytes) -> bytes:
-    return struct.pack("<IBB", MAGIC, 1, kind) + request + body
+    return struct.pack("<IBB", MAGIC, 2, kind) + request + os.urandom(16) + body
 
 
 def bodies() -> list[tuple[int, bytes]]:
     return [
-        (OPEN, os.urandom(16) + bytes(16)),
+        (OPEN, bytes(16) + b"\0"),
         (MARK, struct.pack("<qq", 1, 1)),
         (COMMIT, struct.pack("<qI", 1, 5) + b"wrong"),
         (ABORT, struct.pack("<BI", 5, 3) + b"why"),
