@@ -223,7 +223,7 @@ TEST_P(HostileLinks, OutOfDescriptorsItWaitsInsteadOfSpinning) {
   for (const UniqueFd& fd : waiting) connect_to(fd.get());
   const std::int64_t busy = cpu_ns();
   ::usleep(500'000);
-  EXPECT_LT(cpu_ns() - busy, 150 * kMs);
+  EXPECT_LT(cpu_ns() - busy, 30 * kMs);  // spinning takes all it can get
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
   EXPECT_LT(honest_ms(), kInTimeMs);
 }
