@@ -4,6 +4,7 @@
 #include <cctype>
 #include <fstream>
 
+#include "base/printable.h"
 #include "base/text.h"
 #include "stream/bytes.h"
 
@@ -323,6 +324,8 @@ Result<StreamGrant> StreamGrant::decode(std::span<const std::byte> bytes) {
   if (num_addresses > kMaxAddresses) return corrupt("too many addresses");
   for (int i = 0; i < num_addresses && r.ok(); ++i) {
     g.addresses.push_back(r.get_string(kMaxAddressBytes));
+    if (printable(g.addresses.back()) != g.addresses.back())
+      return corrupt(text("address ", i, " holds other than printable ASCII"));
   }
   if (!r.ok()) return corrupt("cut short");
   if (!r.at_end()) return corrupt(text(r.left(), " bytes too long"));

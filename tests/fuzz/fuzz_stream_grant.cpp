@@ -28,6 +28,9 @@ void run(Input input) {
               "a place is an offset");
     }
   }
+  for (const std::string& address : grant->addresses)
+    for (const char c : address)
+      require(static_cast<unsigned char>(c) < 0x80, "an address is plain text");
 }
 
 std::vector<Seed> seeds() {

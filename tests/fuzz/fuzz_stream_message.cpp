@@ -18,13 +18,14 @@ void run(Input input) {
   require(again.ok(), "what is decoded can be encoded");
   require(again->kind == message->kind && again->grant == message->grant &&
               again->at_ns == message->at_ns && again->payload == message->payload &&
-              again->reason == message->reason && again->code == message->code,
+              again->reason == message->reason && again->sums == message->sums &&
+              again->code == message->code,
           "and means the same");
 }
 
 std::vector<Seed> seeds() {
   std::vector<Seed> out;
-  for (int kind = 1; kind <= static_cast<int>(MessageKind::kReceiverAbort); ++kind) {
+  for (int kind = 1; kind <= static_cast<int>(MessageKind::kSums); ++kind) {
     StreamMessage m;
     m.kind = static_cast<MessageKind>(kind);
     m.grant = {7, 8};
@@ -33,6 +34,8 @@ std::vector<Seed> seeds() {
     m.code = ErrorCode::kStale;
     m.reason = "the receiver\xff is gone";
     m.payload = std::vector<std::byte>(50, std::byte{3});
+    m.run.count = 2;
+    m.sums = {1, ~0ULL};
     out.push_back(m.encode());
   }
   return out;

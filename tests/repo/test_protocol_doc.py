@@ -96,6 +96,8 @@ def test_labels_and_magic() -> None:
     auth = source("csrc/base/auth_session.cpp")
     assert "{'K', 'V', 'C', 'A'}" in auth and '"KVCA" | version u8 = 1' in TEXT
     assert "kVersion = 1" in auth
+    assert "kVersion = 2" in source("csrc/stream/message.cpp")
+    assert '"KVSM" | version u8 = 2' in TEXT
     assert "{'K', 'V', 'T', 'L'}" in source(FRAME) and '"KVTL" | type u8' in TEXT
 
 

@@ -80,7 +80,7 @@ class RawPeer {
   bool send(std::span<const std::byte> bytes) {
     while (!bytes.empty()) {
       const ssize_t n = ::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-      if (n < 0 && errno == EAGAIN && wait_for(POLLOUT, 200)) continue;
+      if (n < 0 && errno == EAGAIN && wait_for(POLLOUT, 1000)) continue;
       if (n < 0) return false;
       bytes = bytes.subspan(static_cast<std::size_t>(n));
     }
@@ -223,7 +223,7 @@ TEST_P(HostileLinks, OutOfDescriptorsItWaitsInsteadOfSpinning) {
   for (const UniqueFd& fd : waiting) connect_to(fd.get());
   const std::int64_t busy = cpu_ns();
   ::usleep(500'000);
-  EXPECT_LT(cpu_ns() - busy, 150 * kMs);
+  EXPECT_LT(cpu_ns() - busy, 30 * kMs);  // spinning takes all it can get
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
   EXPECT_LT(honest_ms(), kInTimeMs);
 }
@@ -339,7 +339,7 @@ TEST_P(HostileLinks, AFloodOfRequestsIsBoundedInMemory) {
         make_body(ReadHead{op++, grant.ref, ranges.size()}, std::span<const Range>(ranges)));
     if (!peer.send(request)) break;
   }
-  EXPECT_GT(op, 32U);
+  EXPECT_GT(op, 17U);                              // past the limit, which is 16 of these
   EXPECT_LT(resident_bytes() - before, 48 << 20);  // 16 MiB of ranges, twice while they grow
   EXPECT_LT(honest_ms(), kInTimeMs);
 }
