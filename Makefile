@@ -45,6 +45,7 @@ sanitize:
 	  $(VENV)/bin/ctest --preset $$preset || exit 1; done
 
 nightly: cpp-test sanitize wheel
+	STREAM_SEEDS=100000 build/release/tests/cpp/stream/test_stream_simulation
 	$(VENV)/bin/pytest -m "nightly or not nightly" --timeout 3600
 	PYTHONPATH=python $(PY) benchmarks/run.py --save benchmarks/results
 
