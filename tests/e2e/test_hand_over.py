@@ -228,6 +228,18 @@ def test_a_reservation_nobody_fills_ends_at_its_deadline(tiny: Any) -> None:
         assert seen[1].fields["code"] == "timeout" and seen[1].fields["retryable"] == 1
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [(16, 64), (64, 16)])
+def test_pages_of_another_size_are_converted(tiny_f32: Any, ours: int, theirs: int) -> None:
+    """Prompts in parts found in the decode side's cache too: they begin inside a page here."""
+    tokens = prompt(200)
+    with Pair(tiny_f32, page_size=theirs, prefill_page_size=ours, token_budget=64) as pair:
+        for size in (1, 40, 64, 150, 151, 200):
+            (want,) = run_mono(make_mono(tiny_f32, theirs), request(tokens[:size], 12))
+            (got,) = pair.run(request(tokens[:size], 12))
+            assert got.tokens == want.tokens
+        assert got.end["cached_tokens"] >= 128
+
+
 def test_other_geometry_is_refused(tiny: Any) -> None:
     pool = Pool(PageSpec(1, 1, 1024), 2, huge_pages=False)
     other = stream.Endpoint(pool, ["loopback:other"], hub=stream.LoopbackHub())
