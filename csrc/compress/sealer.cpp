@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
 #include "base/text.h"
 #include "compress/seal.h"
 
@@ -158,16 +159,15 @@ Result<std::int64_t> Sealer::run(std::int64_t max_pages) {
 }
 
 Result<std::int32_t> Sealer::rank_of(std::int32_t table) const {
-  if (table >= 0 && at(table) < tables_.size()) return tables_[at(table)].rank;
-  return invalid_argument(
-      text("table=", table, " is out of range: allowed 0 to ", tables_.size() - 1));
+  KVCORE_RETURN_IF_ERROR(
+      check_range("table", table, 0, static_cast<std::int64_t>(tables_.size()) - 1));
+  return tables_[at(table)].rank;
 }
 
 Status Sealer::check(std::span<const std::int32_t> pages) const {
   for (const std::int32_t page : pages)
-    if (page < 0 || at(page) >= state_.size())
-      return invalid_argument(
-          text("page=", page, " is out of range: allowed 0 to ", state_.size() - 1));
+    KVCORE_RETURN_IF_ERROR(
+        check_range("page", page, 0, static_cast<std::int64_t>(state_.size()) - 1));
   return {};
 }
 

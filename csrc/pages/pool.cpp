@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/check.h"
 #include "base/text.h"
 
 namespace kvcore::pages {
@@ -22,9 +23,7 @@ Result<std::shared_ptr<Pool>> Pool::make(const PageSpec& spec, std::int64_t num_
                                          std::int64_t page_ids) {
   const std::int32_t extent = spec.options().extent_pages;
   const std::int64_t most = std::min(kMaxPages / extent, kMaxArenaBytes / spec.frame_bytes());
-  if (num_frames < 1 || num_frames > most)
-    return invalid_argument(
-        text("num_frames=", num_frames, " is out of range: allowed 1 to ", most));
+  KVCORE_RETURN_IF_ERROR(check_range("num_frames", num_frames, 1, most));
   const std::int64_t fewest = num_frames * extent;
   if (page_ids == 0) page_ids = fewest;
   const std::int64_t ids = kMaxPages / extent * extent;
@@ -205,9 +204,7 @@ Result<std::vector<std::int32_t>> Pool::alloc_in_class(std::int64_t num_pages,
 // ---- refs
 
 Status Pool::check_page(std::int32_t page) const {
-  if (page >= 0 && page < view_.num_pages) return {};
-  return invalid_argument(
-      text("page=", page, " is out of range: allowed 0 to ", view_.num_pages - 1));
+  return check_range("page", page, 0, view_.num_pages - 1);
 }
 
 Status Pool::add(std::span<const std::int32_t> pages, Count count) {

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "base/printable.h"
 #include "base/text.h"
 #include "stream/bytes.h"
 
@@ -85,7 +86,7 @@ Result<StreamMessage> StreamMessage::decode(std::span<const std::byte> bytes) {
       const auto code = r.get<std::uint8_t>();
       if (code > static_cast<std::uint8_t>(kLastErrorCode)) return corrupt("unknown code");
       m.code = static_cast<ErrorCode>(code);
-      m.reason = r.get_string(kMaxReasonBytes);
+      m.reason = printable(r.get_string(kMaxReasonBytes));
       break;
     }
     case MessageKind::kSums:

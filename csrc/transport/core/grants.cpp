@@ -271,6 +271,15 @@ std::unique_lock<std::mutex> GrantTable::fence() {
   return lock;
 }
 
+void GrantTable::forget_expired(std::int64_t now) {
+  const std::lock_guard lock(mu_);
+  if (grants_.size() < sweep_at_ || on_revoke_) return;
+  std::erase_if(grants_, [&](const auto& g) {
+    return g.second.expires_ns != 0 && now >= g.second.expires_ns;
+  });
+  sweep_at_ = std::max<std::size_t>(1024, 2 * grants_.size());
+}
+
 std::size_t GrantTable::num_grants() const {
   const std::lock_guard lock(mu_);
   return grants_.size();

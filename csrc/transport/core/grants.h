@@ -71,6 +71,10 @@ class GrantTable {
   Status with_ranges(GrantRef ref, Rights right, std::span<const Range> ranges, std::int64_t now,
                      std::string_view peer, const Use& use) const;
 
+  // Forgets grants that have expired, once in a while: a look at one costs nothing, a sweep is paid
+  // for by as many new grants. Not where a revoke must reach a device (set_on_revoke).
+  void forget_expired(std::int64_t now);
+
   std::size_t num_grants() const;
 
  private:
@@ -96,6 +100,7 @@ class GrantTable {
   RandomSource& random_;
   OnRevoke on_revoke_;
   std::uint32_t next_region_ = 1;
+  std::size_t sweep_at_ = 1024;  // grants
 };
 
 }  // namespace kvcore::transport

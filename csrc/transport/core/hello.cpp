@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "base/printable.h"
 #include "base/text.h"
 
 namespace kvcore::transport {
@@ -72,7 +73,7 @@ Result<PeerHello> parse_link_hello(Bytes hello) {
                       " bytes, identity of ", head.identity_bytes, ", keep-alive ",
                       head.keepalive_ns, " ns, ", names.size(), " bytes of names")};
   const auto* p = reinterpret_cast<const char*>(names.data());
-  return PeerHello{head.keepalive_ns, head.model, head.layout, std::string(p, head.role_bytes),
+  return PeerHello{head.keepalive_ns, head.model, head.layout, printable({p, head.role_bytes}),
                    std::string(p + head.role_bytes, head.identity_bytes)};
 }
 

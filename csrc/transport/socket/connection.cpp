@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::int64_t kFlushNs = 100'000'000;  // of close()
 constexpr std::size_t kMaxQueuedPieces = 65536;
+constexpr std::int64_t kLeastKeepaliveNs = 20'000'000;  // a shorter one would only be pings
 
 constexpr std::string_view kLabel = "kvcore-link-2";
 
@@ -167,6 +168,7 @@ void Connection::deliver(std::uint64_t op, std::vector<std::byte> message) {
 Status Connection::greet() {
   KVCORE_ASSIGN_OR_RETURN(peer_, parse_link_hello(auth_->peer_hello()));
   KVCORE_RETURN_IF_ERROR(check_models(io_->shared.options.model_digest, peer_.model));
+  if (peer_.keepalive_ns != 0) peer_.keepalive_ns = std::max(peer_.keepalive_ns, kLeastKeepaliveNs);
   const std::lock_guard lock(io_->shared.mu);
   link_->peer = peer_;
   return {};

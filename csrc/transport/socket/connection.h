@@ -144,6 +144,8 @@ class Connection final : public Channel {
   void on_result(Bytes body);
   void on_abort(Bytes body);
   void on_read_request(const FramePrefix& prefix, Bytes body);
+  void serve(std::uint64_t op, GrantRef grant, std::vector<Range> ranges);
+  void end_serve(std::uint64_t op);
   void on_read_data(const FramePrefix& prefix, Bytes body);
   void on_read_go(const FramePrefix& prefix, Bytes body);
   void on_read_done(Bytes body);
@@ -190,6 +192,7 @@ class Connection final : public Channel {
   Sink sink_;
   std::unordered_map<std::uint64_t, InWrite> inbound_;
   std::unordered_map<std::uint64_t, Serve> serving_;
+  std::size_t served_ranges_ = 0;  // of all in serving_
   std::map<std::uint64_t, std::shared_ptr<RemoteRegion>> peer_regions_;
   std::set<std::uint32_t> announced_;  // our regions the peer knows
   std::deque<Pull> pulls_[kNumPriorities];

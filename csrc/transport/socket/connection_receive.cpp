@@ -16,7 +16,8 @@ constexpr std::size_t kTailBytes = 4096;         // read ahead behind payload: t
 constexpr std::size_t kRoundBytes = 4096UL * 1024;  // then other links have their turn
 constexpr std::size_t kMaxLandings = 256;           // places filled by one system call
 constexpr std::size_t kMaxFds = 64;
-constexpr std::size_t kMaxInbound = 65536;  // operations of the peer at a time
+constexpr std::size_t kMaxInbound = 65536;           // operations of the peer at a time
+constexpr std::size_t kMaxServedRanges = 1UL << 20;  // of the peer's reads at a time: 16 MiB
 
 Error corrupt(std::string message) { return {ErrorCode::kCorrupt, std::move(message)}; }
 
@@ -264,7 +265,13 @@ void Connection::on_result(Bytes body) {
 void Connection::on_abort(Bytes body) {
   const auto head = parse_head<OpHead>(body);
   if (!head) return fail(head.error());
-  serving_.erase(head->op);
+  if (serving_.contains(head->op)) {
+    for (auto& queue : tx_)
+      std::erase_if(queue, [&](const TxItem& item) {
+        return item.kind == TxItem::Kind::kServe && item.op == head->op;
+      });
+    end_serve(head->op);
+  }
   const auto it = inbound_.find(head->op);
   if (it == inbound_.end()) return;
   const bool answer = shm() && !it->second.failed;
@@ -284,9 +291,13 @@ void Connection::on_read_request(const FramePrefix& prefix, Bytes body) {
           io_->shared.grants.check(grant, Rights::kRead, frame->ranges, now_ns(), peer_.identity);
       !ok)
     return refuse(ok);
+  if (serving_.contains(op)) return fail(corrupt(text("the peer asks twice for read ", op)));
   if (serving_.size() >= kMaxInbound) return fail(corrupt("the peer has too many reads at a time"));
+  if (served_ranges_ + frame->ranges.size() > kMaxServedRanges)
+    return refuse(Error{ErrorCode::kTransport,
+                        text("reads of more than ", kMaxServedRanges, " ranges at a time")});
   if (!shm()) {
-    serving_.insert_or_assign(op, Serve{grant, std::move(frame->ranges)});
+    serve(op, grant, std::move(frame->ranges));
     tx_[prefix.priority].push_back({TxItem::Kind::kServe, op, {}});
     return;
   }
@@ -294,10 +305,20 @@ void Connection::on_read_request(const FramePrefix& prefix, Bytes body) {
   if (!region) return refuse(region.error());
   // The command that tells of a fresh region may still be on its way.
   if (const auto view = io_->shared.grants.region(*region)) announce_region(*region, *view);
-  serving_.insert_or_assign(op, Serve{grant, std::move(frame->ranges)});
-  OutFrame go{FrameType::kReadGo, static_cast<Priority>(prefix.priority)};
-  go.body = make_body(GoHead{op, static_cast<std::uint32_t>(*region)});
-  control_.push_back(std::move(go));
+  serve(op, grant, std::move(frame->ranges));
+  control(FrameType::kReadGo, make_body(GoHead{op, static_cast<std::uint32_t>(*region)}));
+}
+
+void Connection::serve(std::uint64_t op, GrantRef grant, std::vector<Range> ranges) {
+  served_ranges_ += ranges.size();
+  serving_.emplace(op, Serve{grant, std::move(ranges)});
+}
+
+void Connection::end_serve(std::uint64_t op) {
+  const auto it = serving_.find(op);
+  if (it == serving_.end()) return;
+  served_ranges_ -= it->second.ranges.size();
+  serving_.erase(it);
 }
 
 void Connection::on_read_data(const FramePrefix& prefix, Bytes body) {
@@ -334,7 +355,7 @@ void Connection::on_read_done(Bytes body) {
                                                now_ns(), peer_.identity);
   if (held.ok())
     for (const Range& r : it->second.ranges) link_->bytes_out += r.bytes;
-  serving_.erase(it);
+  end_serve(head->op);
   control(FrameType::kResult, make_result(head->op, held));
 }
 

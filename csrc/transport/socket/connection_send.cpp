@@ -11,6 +11,8 @@ namespace {
 constexpr std::size_t kOutboxBytes = 1024UL * 1024;  // built ahead of the socket
 constexpr std::size_t kRoundBytes = 4096UL * 1024;   // then other links have their turn
 constexpr std::uint64_t kTcpChunk = 256UL * 1024;    // its checksum and its copy meet in L2
+// Twice what two sides with the most operations can owe each other.
+constexpr std::size_t kMaxControl = 262144;
 constexpr std::uint64_t kShmChunk = 16384UL * 1024;
 
 }  // namespace
@@ -19,6 +21,8 @@ void Connection::control(FrameType type, std::vector<std::byte> body) {
   OutFrame frame{type};
   frame.body = std::move(body);
   control_.push_back(std::move(frame));
+  if (control_.size() > kMaxControl)
+    fail(Error{ErrorCode::kTransport, text("the peer takes no answers: ", kMaxControl, " wait")});
 }
 
 void Connection::pump(std::int64_t now) {
@@ -201,7 +205,7 @@ bool Connection::push_serve_chunk(std::uint64_t id, Priority priority) {
     OutFrame result{FrameType::kResult, priority};
     result.body = make_result(id, status);
     outbox_.push(&*auth_, std::move(result));
-    serving_.erase(id);
+    end_serve(id);
   }
   return over;
 }

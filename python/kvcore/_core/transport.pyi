@@ -18,7 +18,7 @@ class Link:
     def write(
         self,
         region: int,
-        segments: Sequence[tuple[int, int, int]],
+        segments: Any,
         grant: bytes,
         tag: int,
         deadline_ns: int,
@@ -28,7 +28,7 @@ class Link:
     def read(
         self,
         region: int,
-        segments: Sequence[tuple[int, int, int]],
+        segments: Any,
         grant: bytes,
         deadline_ns: int,
         priority: int,
