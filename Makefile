@@ -50,6 +50,7 @@ fuzz:
 	PATH=$(abspath $(VENV))/bin:$$PATH bash .ci/fuzz $(FUZZ_SECONDS)
 
 nightly: cpp-test sanitize fuzz wheel
+	STREAM_SEEDS=100000 build/release/tests/cpp/stream/test_stream_simulation
 	$(VENV)/bin/pytest -m "nightly or not nightly" --timeout 3600
 	PYTHONPATH=python $(PY) benchmarks/run.py --save benchmarks/results
 

@@ -35,6 +35,7 @@ CASES = {
     "page_bounds": "bounds of pages for query-aware selection, against attention over the page",
     "page_scores": "decoding with the attention mass of each page, against without",
     "stream_overlap": "KV arrived when prefill ends, and time exposed after, over shm and tcp",
+    "wire_encode": "pages encoded on their way to k4 + v4: bytes sent, and prefill slowed by it",
     "peer_death": "SIGKILL at each step of a hand-over: time until told, pages back, no stamp",
     "model_step": "a decode step and a cold first token of SmolLM2, against peers on one thread",
 }

@@ -175,7 +175,7 @@ Result<std::vector<std::int32_t>> Pool::alloc_in_class(std::int64_t num_pages,
   unpark();
   const std::int64_t bytes = classes_[class_number].run_bytes(1);
   std::vector<std::int64_t> runs;
-  const bool enough = num_pages <= ids_.free_ids() && !fails(faults_.get(), "pool.alloc");
+  const bool enough = num_pages <= ids_.free_ids() && !fails(faults_.get(), "pool.seal");
   while (enough && static_cast<std::int64_t>(runs.size()) < num_pages) {
     const auto run = space_.take(bytes, End::kHigh);
     if (!run) break;

@@ -37,7 +37,11 @@ Result<std::unique_ptr<Core>> Core::make(std::shared_ptr<pages::Pool> pool,
       new Core(std::move(pool), transport, std::move(inbox), options, region));
 }
 
-Core::~Core() { close(transport::now_ns()); }
+Core::~Core() { close(clock_ns()); }
+
+std::int64_t Core::clock_ns() const {
+  return options_.clock ? options_.clock->now_ns() : transport::now_ns();
+}
 
 Status Core::check_pages(std::span<const std::int32_t> pages) const {
   if (pages.empty() || pages.size() > static_cast<std::size_t>(kMaxSlots)) {
@@ -144,8 +148,8 @@ bool Core::step(std::int64_t now_ns, std::size_t max_events) {
   std::vector<transport::Event> events;
   transport_->poll(&events, max_events);
   // Checking many slices takes a while, so each event gets its own time on the caller's clock.
-  const std::int64_t offset = now_ns - transport::now_ns();
-  for (transport::Event& event : events) handle(event, transport::now_ns() + offset);
+  const std::int64_t offset = now_ns - clock_ns();
+  for (transport::Event& event : events) handle(event, clock_ns() + offset);
   on_time(now_ns);
   const bool more_writes = pump();
   return more_writes || events.size() == max_events;

@@ -25,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/fault.h"
 #include "base/result.h"
 #include "pages/pool.h"
@@ -48,6 +49,7 @@ struct StreamOptions {
   std::int32_t layer_begin = 0;  // of the model: the layer and KV head that are the pool's first
   std::int32_t head_begin = 0;
   std::int64_t staging_bytes = std::int64_t{32} << 20;  // of all hand-overs that convert
+  const Clock* clock = nullptr;  // null = CLOCK_MONOTONIC; must outlive the core
   // Tests only. Point "stream.flip_slice": one bit of an arrived slice is flipped before its check.
   FaultPlan* faults = nullptr;
 };
@@ -200,6 +202,7 @@ class Core {
   SliceHeader header_of(const Incoming& in, std::int32_t layer, std::int32_t slot) const;
   void flip_if_asked(const Incoming& in, std::size_t share, const SliceRun& run);
   std::string scheme_of(transport::LinkId link) const;
+  std::int64_t clock_ns() const;
 
   bool pump();
   bool post_one(std::uint64_t id, Peer& peer);

@@ -41,6 +41,10 @@ bool Receiver::bound_to(std::size_t share, transport::LinkId link) const noexcep
 void Receiver::on_open(transport::LinkId link, const StreamMessage& open,
                        const std::string& transport) {
   const std::size_t share = share_of(open.grant);
+  if (active() && bound_to(share, link)) {
+    ++stats_.dropped;  // told again: nothing changes
+    return;
+  }
   if (!active() || share == shares_.size() || shares_[share].link) {
     ++stats_.dropped;
     StreamMessage refusal{

@@ -253,9 +253,8 @@ class Endpoint(_core.stream.Endpoint):
             num_tokens: of the range; the last page may be partly filled.
             first_token: where the range starts in the sequence, a multiple of page_size.
             deadline_s: seconds from now; then the hand-over fails with Timeout.
-            shares: what each of several senders gives (:class:`Share`), together all that this
-                pool holds; empty: one sender gives all. Complete means that every share is, and
-                committed.
+            shares: what each of several senders gives (:class:`Share`), together all that this pool
+                holds; empty: one sender gives all. Complete: every share is, and committed.
 
         Returns:
             The grant for :meth:`open` on the prefill side. Who holds it may write these pages.
