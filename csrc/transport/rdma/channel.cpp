@@ -438,7 +438,12 @@ void RdmaChannel::run_timers(std::int64_t now) {
     return;
   }
   const std::int64_t keepalive = io_->shared.options.keepalive_ns;
-  if (keepalive != 0 && (interest_ & EPOLLIN) != 0 && now - last_rx_ns_ > keepalive)
+  const auto silent = [&] {
+    return keepalive != 0 && (interest_ & EPOLLIN) != 0 && now - last_rx_ns_ > keepalive;
+  };
+  // This thread itself may have been held up, by a registration: what came meanwhile counts.
+  if (silent()) receive(now);
+  if (!dead() && silent())
     fail(Error{ErrorCode::kPeerHung,
                text("the peer was silent for ", (now - last_rx_ns_) / 1'000'000, " ms (keep-alive ",
                     keepalive / 1'000'000, " ms)")});
