@@ -3,7 +3,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 JOBS ?= 2
 
-.PHONY: setup build test bench lint docs check nightly wheel sanitize cpp-test e2e fuzz clean
+.PHONY: setup build test test-rdma bench lint docs check nightly wheel sanitize cpp-test e2e fuzz clean
 
 setup:
 	python3 -m venv $(VENV)
@@ -22,6 +22,10 @@ cpp-test: build
 
 test: cpp-test
 	$(VENV)/bin/pytest
+
+# RDMA over Soft-RoCE in QEMU guests; the Debian packages are those of tests/rdma/vm/packages.txt.
+test-rdma: build
+	$(VENV)/bin/pytest -m nightly --timeout 900 tests/rdma
 
 bench:
 	PYTHONPATH=python $(PY) benchmarks/run.py

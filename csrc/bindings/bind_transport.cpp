@@ -9,6 +9,7 @@
 #include "bindings/dlpack.h"
 #include "bindings/errors.h"
 #include "transport/link.h"
+#include "transport/rdma/rdma_scheme.h"
 
 namespace py = pybind11;
 
@@ -214,6 +215,10 @@ void bind_transport(py::module_ m) {
   m.def("address_of", &address_of, py::arg("buffer"));
   m.def("address_of_dlpack", &address_of_dlpack, py::arg("capsule"));
   m.def("now_ns", &now_ns);
+  m.def("rdma_missing", [] {  // why there can be no rdma link here; empty = there can
+    const Status status = rdma::available();
+    return status.ok() ? std::string() : status.error().message;
+  });
   bind_link(m);
   py::class_<Transport>(m, "Transport")
       .def(py::init(&make), py::arg("key"), py::arg("identity"), py::arg("role"),

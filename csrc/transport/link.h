@@ -3,6 +3,7 @@
 // Transport  one per process (or per endpoint): regions, grants, listeners, links, one event queue.
 // Link       one peer: two-sided send of messages, one-sided write and read against its grants.
 // Schemes    "tcp:HOST:PORT" ("tcp:127.0.0.1:0" picks a port, "tcp:[::1]:0" is IPv6),
+//            "rdma:HOST:PORT" (a session over tcp, the payload by RDMA writes and reads),
 //            "shm:/path.sock" (same host, same user), "loopback:NAME" (one process,
 //            deterministic; loopback.h). One Transport serves several schemes at a time.
 //
@@ -172,7 +173,7 @@ using Digest = std::array<std::byte, 32>;  // all zero = none
 
 struct LinkInfo {
   LinkId id;
-  std::string scheme;  // "loopback", "shm", "tcp"
+  std::string scheme;  // "loopback", "shm", "tcp", "rdma"
   std::string peer_address;
   // What the peer told inside the handshake (TransportOptions), once Up.
   std::string peer_identity;
@@ -217,6 +218,14 @@ struct Credits {
   std::uint64_t total_bytes = 64UL * 1024 * 1024;  // over all links; past it links stop receiving
 };
 
+// Of links with "rdma:" addresses.
+struct RdmaOptions {
+  std::vector<std::string> devices;  // empty = every active port that reaches the peer
+  int gid_index = -1;                // -1 = chosen for the peer's address
+  std::uint8_t traffic_class = 106;  // DSCP 26, ECN capable
+  std::uint8_t service_level = 0;    // [0, 15]
+};
+
 struct TransportOptions {
   std::string key;  // pre-shared, 0 or 32 bytes; empty only with loopback addresses and shm
   // Told to peers inside the handshake, under its proof.
@@ -233,6 +242,7 @@ struct TransportOptions {
   Credits credits;
   std::uint32_t max_outstanding_ops = 65536;  // of one link
   std::uint32_t max_links = 1024;
+  RdmaOptions rdma;
 
   // Injected; null = the system's. Both must outlive the transport. What waits in the operating
   // system (sockets, handshakes) wakes up in real time and then looks at this clock.

@@ -236,6 +236,12 @@ Status GrantTable::check(GrantRef ref, Rights right, std::span<const Range> rang
   return {};
 }
 
+Result<Grant> GrantTable::find(GrantRef ref, std::int64_t now, std::string_view peer) const {
+  const std::lock_guard lock(mu_);
+  KVCORE_ASSIGN_OR_RETURN(const Grant* const grant, live(ref, Rights::kReadWrite, now, peer));
+  return *grant;
+}
+
 Result<RegionId> GrantTable::shared_region(GrantRef ref) const {
   const std::lock_guard lock(mu_);
   const auto it = grants_.find(ref.id);

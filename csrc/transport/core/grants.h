@@ -62,6 +62,9 @@ class GrantTable {
   Status check(GrantRef ref, Rights right, std::span<const Range> ranges, std::int64_t now,
                std::string_view peer) const;
 
+  // A live grant as a whole. Stale.
+  Result<Grant> find(GrantRef ref, std::int64_t now, std::string_view peer) const;
+
   // The region of a live grant, if peers can map it (shm). Stale, Unsupported.
   Result<RegionId> shared_region(GrantRef ref) const;
 

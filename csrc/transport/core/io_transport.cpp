@@ -218,6 +218,7 @@ Result<std::unique_ptr<Transport>> IoTransport::make(TransportOptions options, S
   if (!shared->wake_fd || !epoll_fd || shared->events.fd() < 0 ||
       ::epoll_ctl(epoll_fd.get(), EPOLL_CTL_ADD, shared->wake_fd.get(), &event) != 0)
     return Error{ErrorCode::kIo, text("epoll or eventfd: errno ", errno)};
+  for (const auto& scheme : schemes) scheme->attach(shared.get());
   shared->events.set_on_drained([raw = shared.get()] { raw->wake(); });
   return std::unique_ptr<Transport>(
       std::make_unique<IoTransport>(std::move(shared), std::move(schemes), std::move(epoll_fd)));

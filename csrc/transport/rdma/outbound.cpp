@@ -422,6 +422,8 @@ std::optional<Control> Outbound::next_control() {
       return Begin{op->job.op,  op->slot,      op->job.priority, op->job.grant,
                    op->job.tag, op->job.bytes, op->job.notify};
     }
+    // What a higher class has not posted yet goes before any word of a lower one.
+    if (!active_[c].empty()) break;
   }
   return std::nullopt;
 }

@@ -210,9 +210,9 @@ Status make_queues(Device* d) {
   for (const int fd : {d->channel->fd, d->context->async_fd})
     if (::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK) != 0)
       return refused("completion channel", errno);
-  // Every receive can be outstanding, and several queue pairs can be full at once; what does not
-  // fit is a fatal overrun, so the queue is as large as the device allows up to 32,767.
-  const int depth = std::min(d->limits.max_cqe, 32767);
+  // What does not fit is a fatal overrun: every receive, and the signalled work of many links. Work
+  // is signalled once in 16, so that 512 deep queues of some 250 links fit.
+  const int depth = std::min(d->limits.max_cqe, static_cast<int>(d->request.receives) + 8192);
   d->completions = v.create_cq(d->context, depth, nullptr, d->channel, 0);
   if (d->completions == nullptr) return refused("completion queue", errno);
   ibv_srq_init_attr srq{};

@@ -309,7 +309,7 @@ TEST_P(OtherProcess, OperationsEndWhenTheOwnerHangs) {
 
 INSTANTIATE_TEST_SUITE_P(Links, SocketLinks, ::testing::Values("shm", "tcp"),
                          [](const auto& info) { return info.param; });
-INSTANTIATE_TEST_SUITE_P(Links, OtherProcess, ::testing::Values("shm", "tcp"),
+INSTANTIATE_TEST_SUITE_P(Links, OtherProcess, ::testing::ValuesIn(with_rdma({"shm", "tcp"})),
                          [](const auto& info) { return info.param; });
 
 // ---- addresses

@@ -202,6 +202,28 @@ TEST(Peer, WhatAGrantDoesNotAllowIsRefusedAndTheRailsGoOn) {
   EXPECT_EQ(out.reconnects(), 0U);
 }
 
+TEST(Peer, ALowerClassWaitsForWhatAHigherOneHasToPost) {
+  Wire w(12, 1);
+  ASSERT_TRUE(w.ready());
+  const Grant grant = w.b.grant({{0, kBytes}}, Rights::kWrite);
+  w.fabric.stalled = {"a0"};  // the rail takes one chunk and no more
+  w.a.peer->outbound().start(w.a.job(1, grant.ref, {{0, 0, 500'000}}));
+  w.a.peer->outbound().start(w.a.job(4, grant.ref, {{0, 0, 500'000}}));
+  w.a.peer->outbound().send(Priority::kPrefetch, {std::byte{1}}, 2);
+  w.a.peer->outbound().send(Priority::kPrefetch, {std::byte{2}}, 3);
+  w.rounds(500);
+  EXPECT_TRUE(w.b.deliveries.empty());
+  w.a.peer->outbound().give_up(2, Error{ErrorCode::kCancelled, "test"}, w.now);
+  w.rounds(10);
+  ASSERT_TRUE(w.until([&] { return w.a.done.contains(2); }));
+  EXPECT_NE(message_of(w.a.done.at(2)).find("taken back"), std::string::npos);
+  w.fabric.stalled.clear();
+  ASSERT_TRUE(w.until([&] { return w.a.done.contains(1) && w.a.done.contains(3); }));
+  EXPECT_TRUE(w.a.done.at(1).ok() && w.a.done.at(3).ok());
+  ASSERT_EQ(w.b.deliveries.size(), 3U);  // the two writes first
+  EXPECT_EQ(std::get<std::vector<std::byte>>(w.b.deliveries[2]).at(0), std::byte{2});
+}
+
 TEST(Peer, AGrantThatExpiresLosesItsWindows) {
   Wire w(2, 1);
   ASSERT_TRUE(w.ready());
