@@ -76,7 +76,7 @@ class Node {
 
   // The next event of this kind; others wait for their turn. Empty after the timeout.
   template <class T>
-  std::optional<T> next(std::int64_t timeout_ms = 5000) {
+  std::optional<T> next(std::int64_t timeout_ms = 20'000) {  // a guest on a busy machine is slow
     const std::int64_t end = now_ns() + timeout_ms * kMs;
     for (;;) {
       for (auto it = seen.begin(); it != seen.end(); ++it) {
