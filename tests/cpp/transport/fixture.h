@@ -147,7 +147,7 @@ class LinkTest : public ::testing::TestWithParam<std::string> {
   Result<std::unique_ptr<Transport>> try_make(TransportOptions options) {
     // An emulated guest takes seconds to open a device: that is not silence.
     if (GetParam() == "rdma" && options.keepalive_ns == TransportOptions{}.keepalive_ns)
-      options.keepalive_ns = 20'000 * kMs;
+      options.keepalive_ns = options.handshake_ns = 20'000 * kMs;
     if (!is_loopback()) return make_transport(std::move(options));
     if (!hub) hub = make_loopback_hub();
     return hub->make_transport(std::move(options));
