@@ -457,6 +457,7 @@ void RdmaChannel::pump(std::int64_t now) {
       auto control = peer_->next_control();
       if (!control) break;
       frame(FrameType::kMessage, std::move(*control));
+      news_ = true;  // what was announced now can be posted in another round
     }
     if (state_ == State::kClosing && pending_.empty() && outbox_.empty()) {
       if (bye_sent_) return fail(Error{ErrorCode::kCancelled, "closed by this side"});

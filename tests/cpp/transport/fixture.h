@@ -76,7 +76,7 @@ class Node {
 
   // The next event of this kind; others wait for their turn. Empty after the timeout.
   template <class T>
-  std::optional<T> next(std::int64_t timeout_ms = 5000) {
+  std::optional<T> next(std::int64_t timeout_ms = 20'000) {  // a guest on a busy machine is slow
     const std::int64_t end = now_ns() + timeout_ms * kMs;
     for (;;) {
       for (auto it = seen.begin(); it != seen.end(); ++it) {
@@ -147,7 +147,7 @@ class LinkTest : public ::testing::TestWithParam<std::string> {
   Result<std::unique_ptr<Transport>> try_make(TransportOptions options) {
     // An emulated guest takes seconds to open a device: that is not silence.
     if (GetParam() == "rdma" && options.keepalive_ns == TransportOptions{}.keepalive_ns)
-      options.keepalive_ns = 20'000 * kMs;
+      options.keepalive_ns = options.handshake_ns = 20'000 * kMs;
     if (!is_loopback()) return make_transport(std::move(options));
     if (!hub) hub = make_loopback_hub();
     return hub->make_transport(std::move(options));
