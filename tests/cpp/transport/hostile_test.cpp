@@ -194,11 +194,13 @@ TEST_P(HostileLinks, ProvenLinksKeepTheirPlaceInAFlood) {
   Node first(make({}));
   auto link = *first.transport->connect(address);
   ASSERT_TRUE(first.next<Up>().has_value());
+  ASSERT_TRUE(owner->next<Up>().has_value());  // proven to the owner, too
   std::vector<UniqueFd> idle;
   for (int i = 0; i < 400; ++i) idle.push_back(stranger());
   Node second(make({}));
   auto other = *second.transport->connect(address);
   EXPECT_TRUE(second.next<Up>(kInTimeMs).has_value());  // strangers count against no limit of links
+  ASSERT_TRUE(owner->next<Up>().has_value());
   Node third(make({}));
   auto refused = *third.transport->connect(address);
   EXPECT_TRUE(third.next<Down>(3000).has_value());  // but proven links do
