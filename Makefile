@@ -3,7 +3,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 JOBS ?= 2
 
-.PHONY: setup build test bench lint docs check nightly wheel sanitize cpp-test e2e clean
+.PHONY: setup build test test-rdma bench lint docs check nightly wheel sanitize cpp-test e2e fuzz clean
 
 setup:
 	python3 -m venv $(VENV)
@@ -22,6 +22,10 @@ cpp-test: build
 
 test: cpp-test
 	$(VENV)/bin/pytest
+
+# RDMA over Soft-RoCE in QEMU guests; the Debian packages are those of tests/rdma/vm/packages.txt.
+test-rdma: build
+	$(VENV)/bin/pytest -m nightly --timeout 900 tests/rdma
 
 bench:
 	PYTHONPATH=python $(PY) benchmarks/run.py
@@ -44,7 +48,13 @@ sanitize:
 	  $(VENV)/bin/cmake --build --preset $$preset -j $(JOBS) && \
 	  $(VENV)/bin/ctest --preset $$preset || exit 1; done
 
-nightly: cpp-test sanitize wheel
+# libFuzzer over every decoder of bytes from outside (clang), FUZZ_SECONDS each.
+FUZZ_SECONDS ?= 300
+fuzz:
+	PATH=$(abspath $(VENV))/bin:$$PATH bash .ci/fuzz $(FUZZ_SECONDS)
+
+nightly: cpp-test sanitize fuzz wheel
+	STREAM_SEEDS=100000 build/release/tests/cpp/stream/test_stream_simulation
 	$(VENV)/bin/pytest -m "nightly or not nightly" --timeout 3600
 	PYTHONPATH=python $(PY) benchmarks/run.py --save benchmarks/results
 

@@ -40,6 +40,8 @@ CASES = {
     "link_priority": "p99 of a class 0 write under saturating background traffic, against idle",
     "link_shm": "scattered blocks of 64 and 256 KiB over shm, against memcpy of them",
     "stream_overlap": "KV arrived when prefill ends, and time exposed after, over shm and tcp",
+    "wire_encode": "pages encoded on their way to k4 + v4: bytes sent, and prefill slowed by it",
+    "peer_death": "SIGKILL at each step of a hand-over: time until told, pages back, no stamp",
     "model_step": "a decode step and a cold first token of SmolLM2, against peers on one thread",
 }
 PEERS = ("vllm", "mooncake")

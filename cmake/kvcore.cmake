@@ -17,8 +17,10 @@ function(kvcore_options target)
   endif()
   if(KVCORE_SANITIZE)
     target_compile_options(${target} PUBLIC -fsanitize=${KVCORE_SANITIZE} -fno-omit-frame-pointer
-                           -fno-sanitize-recover=all -g
-                           -Wno-maybe-uninitialized)  # gcc 12: false alarms in instrumented variants
+                           -fno-sanitize-recover=all -g)
+    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")  # gcc 12: false alarms in instrumented variants
+      target_compile_options(${target} PUBLIC -Wno-maybe-uninitialized)
+    endif()
     target_link_options(${target} PUBLIC -fsanitize=${KVCORE_SANITIZE})
   endif()
 endfunction()

@@ -1,49 +1,32 @@
-"""Write KV bytes from one host into another's memory, over tcp.
+"""Write KV bytes from one host into another's memory.
 
-    host A:  python examples/two_hosts.py serve tcp:0.0.0.0:7000 --key-file key     # 32 bytes
-    host B:  python examples/two_hosts.py push  tcp:A:7000       --key-file key
-
-`dd if=/dev/urandom of=key bs=32 count=1` makes a key; without one only loopback addresses work.
+host A:  python examples/two_hosts.py serve tcp:0.0.0.0:7000 --key-file key     # 32 bytes
+host B:  python examples/two_hosts.py push  tcp:A:7000       --key-file key
 """
 
 import argparse
-import asyncio
 import pathlib
-import time
 
+import numpy as np
 from kvcore.transport import Transport
 
-MB = 64 << 20
-
-
-async def serve(address: str, key: bytes) -> None:
-    with Transport(key=key) as t:
-        print("listening on", t.listen(address), flush=True)
-        link = await t.accept_async()
-        region = t.allocate(MB)
-        with region.grant() as grant:
-            link.send(grant.token)
-            arrival = await link.arrival_async()
-        print(f"{arrival.bytes} bytes arrived, tag {arrival.tag}, last byte {region.data[-1]}")
-
-
-async def push(address: str, key: bytes) -> None:
-    with Transport(key=key) as t:
-        link = t.connect(address)
-        region = t.allocate(MB)
-        region.data[:] = bytes(range(256)) * (MB // 256)
-        token = await link.recv_async(timeout_s=10)
-        start = time.perf_counter()
-        moved = await link.write(region, [(0, 0, MB)], token, tag=42, deadline_s=30)
-        print(
-            f"{moved / (time.perf_counter() - start) / 1e9:.2f} GB/s over {link.info()['scheme']}"
-        )
-
-
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("what", choices=["serve", "push"])
+parser = argparse.ArgumentParser()
+parser.add_argument("side", choices=["serve", "push"])
 parser.add_argument("address")
-parser.add_argument("--key-file", type=pathlib.Path)
+parser.add_argument("--key-file", type=pathlib.Path, help="without one, loopback and shm only")
 args = parser.parse_args()
-secret = args.key_file.read_bytes() if args.key_file else b""
-asyncio.run({"serve": serve, "push": push}[args.what](args.address, secret))
+with Transport(key=args.key_file.read_bytes() if args.key_file else b"") as t:
+    pages = t.allocate(1024 << 16)  # 1,024 pages of 64 KiB
+    if args.side == "serve":
+        print("listening on", t.listen(args.address), flush=True)
+        link = t.accept()
+        with pages.grant() as grant:
+            link.send(grant.token)
+            arrival = link.arrival()
+        print(f"{arrival.bytes} bytes arrived, tag {arrival.tag}, last byte {pages.data[-1]}")
+    else:
+        pages.data[:] = bytes(range(256)) * (pages.nbytes // 256)
+        link, at = t.connect(args.address), np.arange(1024) << 16
+        blocks = np.stack([at, at[::-1], np.full(1024, 1 << 16)], axis=1)  # in reverse order
+        moved = link.write(pages, blocks, link.recv(10), tag=42, deadline_s=30).wait()
+        print(f"{moved} bytes written over {link.info()['scheme']}")

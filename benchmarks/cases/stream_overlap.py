@@ -2,9 +2,10 @@
 
 A prompt in SmolLM2's geometry is prefilled in chunks: per layer the real append, publish and
 attend, then a pause up to the layer's fixed time. A second process receives the pages over shm or
-tcp, the link paced at 2x, 1x and 0.5x the mean rate at which the prefill produces KV. Two lines
-each: the fraction that had arrived when the last attention ended, and the time from the end of
-prefill until the sequence was complete, in layer times.
+tcp, the link paced at 2x, 1.1x, 1x and 0.5x the mean rate at which the prefill produces KV. Two
+lines each: the fraction that had arrived when the last attention ended, and the time from the end
+of prefill until the sequence was complete, in layer times. What is wanted holds from 1.1x on; a
+slower link cannot carry more than its share, so less is wanted there.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from typing import Any
 import numpy as np
 from harness import Context, Result, median, percentile
 from kvcore import kernels, stream
-from kvcore.pages import PageSpec, Pool
+from kvcore.pages import PageClass, PageSpec, Pool
 
 SPEC = dict(num_layers=30, num_kv_heads=3, head_dim_k=64, page_size=64)
 Q_HEADS = 9
+FRAMES = 20  # 3,000 tokens and room to spare
 CHUNK = 512
 LAYER_S = 0.02  # of one chunk, most of it projections and MLP: idle here
-LEAST_ARRIVED = 0.95
+LEAST_ARRIVED = 0.97  # where the link carries LEAST_PACING of what is produced
+LEAST_PACING = 1.1
 MOST_LAYER_TIMES = 2.0
 KEY = b"benchmark key, 32 bytes in all.."
 
@@ -58,15 +61,26 @@ class Receiver:
         self.process.wait(10)
 
 
+def alloc(pool: Pool, num_pages: int, encode: bool) -> list[int]:
+    """Open pages, or all but the first and the last of k4 + v4."""
+    if not encode:
+        return pool.alloc(num_pages)
+    spec = pool.spec
+    formats = [[("k4", "v4")] * spec.num_kv_heads] * spec.num_layers
+    number = pool.add_class(PageClass(spec, formats))
+    first, last = pool.alloc(2, run_pages=1)
+    return [first, *pool.alloc_in_class(num_pages - 2, number), last]
+
+
 def serve(address: str) -> None:
     """Grants and waits, one hand-over at a time."""
-    pool = Pool(PageSpec(**SPEC), 16)
+    pool = Pool(PageSpec(**SPEC), FRAMES)
     endpoint = stream.Endpoint(pool, [address], key=KEY)
     for line in sys.stdin:
         command = json.loads(line)
         if "tokens" in command:
             n = -(-command["tokens"] // pool.spec.page_size)
-            pages = pool.alloc(n)
+            pages = alloc(pool, n, command.get("encode", False))
             grant = endpoint.grant(os.urandom(16), pages[:n], command["tokens"])
             answer: dict[str, Any] = {"grant": grant.hex()}
         else:
@@ -85,13 +99,17 @@ class Prefill:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        self.pool = Pool(PageSpec(**SPEC), 16)
+        self.pool = Pool(PageSpec(**SPEC), FRAMES)
         self.pages = list(self.pool.alloc(-(-tokens // self.pool.spec.page_size)))
         self.plan = kernels.AttentionPlan(self.pool, Q_HEADS)
         rng = np.random.default_rng(1)
         self.q = rng.standard_normal((CHUNK, Q_HEADS, 64), dtype=np.float32)
         self.k, self.v = rng.standard_normal((2, CHUNK, 3, 64), dtype=np.float32)
         self.out = np.empty_like(self.q)
+
+    def rest_of_layer(self, due: float) -> None:
+        """Projections and MLP: idle here."""
+        time.sleep(max(0.0, due - time.perf_counter()))
 
     def run(self, sender: stream.Sender | None) -> float:
         """Prefills the prompt; seconds until its last layer's attention ended."""
@@ -109,13 +127,15 @@ class Prefill:
                 )  # fmt: skip
                 ended = time.perf_counter()
                 due += LAYER_S
-                time.sleep(max(0.0, due - ended))
+                self.rest_of_layer(due)
         return ended - start
 
 
-def hand_over(receiver: Receiver, endpoint: stream.Endpoint, prefill: Prefill) -> Any:
+def hand_over(
+    receiver: Receiver, endpoint: stream.Endpoint, prefill: Prefill, encode: bool = False
+) -> Any:
     """One prompt; the receiver's accounting of it, and the seconds of its prefill."""
-    grant = bytes.fromhex(receiver.ask(tokens=prefill.tokens)["grant"])
+    grant = bytes.fromhex(receiver.ask(tokens=prefill.tokens, encode=encode)["grant"])
     n = -(-prefill.tokens // SPEC["page_size"])
     sender = endpoint.open(grant, prefill.pages[:n])
     seconds = prefill.run(sender)
@@ -150,6 +170,7 @@ def measure(
             "layer_ms": round(layer_s * 1e3, 2),
             "production_mb_s": round(kv_bytes / seconds / 1e6, 1),
         }
+        wanted = LEAST_ARRIVED * min(1.0, (pacing or LEAST_PACING) / LEAST_PACING)
         common: dict[str, Any] = dict(
             case="stream_overlap", median=median(exposed), p99=percentile(exposed, 99),
             best=min(exposed), bytes=kv_bytes, flops=0, isa=kernels.isa(), threads=1,
@@ -157,8 +178,8 @@ def measure(
         )  # fmt: skip
         yield Result(
             params=params, value=median(arrived), unit="fraction arrived",
-            limit_name="wanted at least", limit=LEAST_ARRIVED,
-            ratio=median(arrived) / LEAST_ARRIVED, best_ratio=max(arrived) / LEAST_ARRIVED,
+            limit_name="wanted at least", limit=wanted,
+            ratio=median(arrived) / wanted, best_ratio=max(arrived) / wanted,
             **common,
         )  # fmt: skip
         times = [e / layer_s for e in exposed]
@@ -173,8 +194,9 @@ def measure(
 
 def run(context: Context) -> Iterator[Result]:
     """Lines of every link and pacing."""
-    prefill = Prefill(CHUNK if context.quick else 2 * CHUNK)
-    pacings = (0.0, 1.0) if context.quick else (0.0, 2.0, 1.0, 0.5)
+    # Two chunks at least: of one, the last layer alone is 1/30 and cannot have arrived in time.
+    prefill = Prefill(2 * CHUNK)
+    pacings = (0.0, 1.1) if context.quick else (0.0, 2.0, 1.1, 1.0, 0.5)
     with tempfile.TemporaryDirectory() as directory:
         for scheme in ("shm", "tcp"):
             address = f"shm:{Path(directory)}/s.sock" if scheme == "shm" else "tcp:127.0.0.1:0"

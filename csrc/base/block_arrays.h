@@ -20,6 +20,7 @@
 namespace kvcore {
 
 constexpr std::int64_t kArrayAlign = 64;
+constexpr std::int64_t kMaxHeadDim = 1024;
 constexpr std::int64_t kMaxCodecDim = 256;
 constexpr std::int64_t kMaxCodecTokens = 128;
 

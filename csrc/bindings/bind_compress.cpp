@@ -198,6 +198,10 @@ void bind_sealer(py::module_& m) {
           },
           pages, py::arg("table") = 0, py::arg("high_first") = false)
       .def(
+          "exchange",
+          [](Sealer& s, const PageList& p, std::int32_t t) { return unwrap(s.exchange(p, t)); },
+          pages, table)
+      .def(
           "step",
           [](Sealer& s, bool busy) {
             const py::gil_scoped_release release;

@@ -55,12 +55,12 @@ E parse(const char* field, const std::string& name, const E (&values)[N]) {
 
 PageSpec make_spec(std::int32_t num_layers, std::int32_t num_kv_heads, std::int32_t head_dim_k,
                    std::optional<std::int32_t> head_dim_v, std::int32_t page_size,
-                   std::int32_t extent_pages, const std::string& format,
-                   const std::string& layout, std::int32_t align_bytes, bool latent) {
-  return unwrap(PageSpec::make(
-      {num_layers, num_kv_heads, head_dim_k, head_dim_v.value_or(head_dim_k), page_size,
-       extent_pages, parse("format", format, kElements), parse("layout", layout, kLayouts),
-       align_bytes, latent}));
+                   std::int32_t extent_pages, const std::string& format, const std::string& layout,
+                   std::int32_t align_bytes, bool latent) {
+  return unwrap(
+      PageSpec::make({num_layers, num_kv_heads, head_dim_k, head_dim_v.value_or(head_dim_k),
+                      page_size, extent_pages, parse("format", format, kElements),
+                      parse("layout", layout, kLayouts), align_bytes, latent}));
 }
 
 template <auto Member>
@@ -125,8 +125,8 @@ FormatNames class_formats(const PageClass& c) {
 void check_layer(const PageSpec& spec, std::int32_t layer) {
   const std::int32_t num_layers = spec.options().num_layers;
   if (layer < 0 || layer >= num_layers)
-    throw ErrorException{invalid_argument(
-        text("layer=", layer, " is out of range: allowed 0 to ", num_layers - 1))};
+    throw ErrorException{
+        invalid_argument(text("layer=", layer, " is out of range: allowed 0 to ", num_layers - 1))};
 }
 
 std::int64_t layer_bytes(const PageClass& c, std::int32_t layer) {
@@ -260,6 +260,10 @@ void bind_pool(py::module_& m) {
           "alloc",
           [](Pool& p, std::int64_t n, std::int32_t run) { return unwrap(p.alloc(n, run)); },
           py::arg("num_pages"), py::arg("run_pages") = 0)
+      .def(
+          "alloc_in_class",
+          [](Pool& p, std::int64_t n, std::int32_t c) { return unwrap(p.alloc_in_class(n, c)); },
+          py::arg("num_pages"), py::arg("class_number"))
       .def(
           "free_pages", [](Pool& p, std::int32_t run) { return unwrap(p.free_pages(run)); },
           py::arg("run_pages") = 0)

@@ -2,10 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -15,6 +17,7 @@
 #include "bindings/errors.h"
 #include "stream/endpoint.h"
 #include "stream/layer_step.h"
+#include "stream/plan.h"
 #include "transport/link.h"
 #include "transport/loopback.h"
 
@@ -62,6 +65,46 @@ std::int64_t deadline_after(double seconds) {
   return transport::now_ns() + static_cast<std::int64_t>(seconds * kNsPerSecond);
 }
 
+// ---- shares: (layer_begin, num_layers, head_begin, num_heads)
+
+using ShareTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t, std::int32_t>;
+using SideTuple = std::tuple<pages::PageSpec, std::int32_t, std::int32_t>;  // layer, head begin
+
+stream::Share share_of(const ShareTuple& s) {
+  return {{std::get<0>(s), std::get<1>(s)}, {std::get<2>(s), std::get<3>(s)}};
+}
+
+ShareTuple tuple_of(const stream::Share& s) {
+  return {s.layers.begin, s.layers.count, s.heads.begin, s.heads.count};
+}
+
+stream::Side side_of(const SideTuple& s) {
+  return {std::get<0>(s).options(), std::get<1>(s), std::get<2>(s)};
+}
+
+std::vector<std::pair<std::int32_t, ShareTuple>> plan_shares(const std::vector<SideTuple>& senders,
+                                                             const SideTuple& receiver,
+                                                             std::uint32_t spread) {
+  std::vector<stream::Side> from;
+  for (const SideTuple& s : senders) from.push_back(side_of(s));
+  std::vector<std::pair<std::int32_t, ShareTuple>> out;
+  for (const auto& p : unwrap(stream::plan_shares(from, side_of(receiver), spread)))
+    out.emplace_back(p.sender, tuple_of(p.share));
+  return out;
+}
+
+void bind_plan(py::module_& m) {
+  m.def(
+      "heads_of_rank",
+      [](std::int32_t num_kv_heads, std::int32_t degree, std::int32_t rank) {
+        const auto r = unwrap(stream::heads_of_rank(num_kv_heads, degree, rank));
+        return std::pair(r.begin, r.count);
+      },
+      py::arg("num_kv_heads"), py::arg("tp_degree"), py::arg("tp_rank"));
+  m.def("plan_shares", &plan_shares, py::arg("senders"), py::arg("receiver"),
+        py::arg("spread") = 0);
+}
+
 // ---- Endpoint
 
 std::unique_ptr<transport::Transport> make_transport(const std::shared_ptr<LoopbackHub>& hub,
@@ -74,7 +117,8 @@ std::unique_ptr<Endpoint> make_endpoint(
     std::shared_ptr<pages::Pool> pool, const std::vector<std::string>& listen, const py::bytes& key,
     const std::string& identity, int checksums, std::uint64_t pacing_bytes_per_s,
     std::int64_t max_inflight_bytes, std::int64_t max_write_bytes, bool allow_fallback,
-    double keepalive_s, std::shared_ptr<LoopbackHub> hub, std::int64_t flip_slice) {
+    double keepalive_s, std::shared_ptr<LoopbackHub> hub, std::int64_t flip_slice,
+    std::int32_t layer_begin, std::int32_t head_begin, std::int64_t staging_bytes) {
   transport::TransportOptions t;
   t.key = std::string(key);
   t.identity = identity;
@@ -84,6 +128,9 @@ std::unique_ptr<Endpoint> make_endpoint(
   options.checksums = static_cast<stream::Checksums>(checksums);
   options.limits = {max_inflight_bytes, max_write_bytes};
   options.allow_fallback = allow_fallback;
+  options.layer_begin = layer_begin;
+  options.head_begin = head_begin;
+  options.staging_bytes = staging_bytes;
   std::unique_ptr<FaultPlan> faults;
   if (flip_slice > 0) {
     faults = std::make_unique<FaultPlan>(1);
@@ -95,22 +142,26 @@ std::unique_ptr<Endpoint> make_endpoint(
 }
 
 py::bytes grant(Endpoint& ep, const py::bytes& request_id, std::vector<std::int32_t> pages,
-                std::int64_t num_tokens, std::int64_t first_token, double deadline_s) {
+                std::int64_t num_tokens, std::int64_t first_token, double deadline_s,
+                const std::vector<ShareTuple>& shares) {
   const RequestId id = request_id_of(request_id);
   const std::int64_t deadline = deadline_after(deadline_s);
+  std::vector<stream::Share> given;
+  for (const ShareTuple& s : shares) given.push_back(share_of(s));
   std::vector<std::byte> out;
   {
     const py::gil_scoped_release release;
-    out = unwrap(ep.grant(id, std::move(pages), first_token, num_tokens, deadline));
+    out =
+        unwrap(ep.grant(id, std::move(pages), first_token, num_tokens, deadline, std::move(given)));
   }
   return to_bytes(out);
 }
 
 std::shared_ptr<SendPort> open(Endpoint& ep, const py::bytes& grant,
-                               std::vector<std::int32_t> pages) {
+                               std::vector<std::int32_t> pages, std::size_t share) {
   auto bytes = from_bytes(grant);
   const py::gil_scoped_release release;
-  return unwrap(ep.open(std::move(bytes), std::move(pages)));
+  return unwrap(ep.open(std::move(bytes), std::move(pages), share));
 }
 
 py::dict stats_dict(const stream::StreamStats& s) {
@@ -170,6 +221,7 @@ py::dict endpoint_stats(Endpoint& ep) {
   d["dropped"] = s.dropped;
   d["fallbacks"] = s.fallbacks;
   d["refs_lost"] = s.refs_lost;
+  d["staged_bytes"] = s.staged_bytes;
   d["links"] = py::tuple(py::cast(s.links));
   return d;
 }
@@ -181,10 +233,12 @@ void bind_endpoint(py::module_& m) {
       .def(py::init(&make_endpoint), py::arg("pool"), py::arg("listen"), py::arg("key"),
            py::arg("identity"), py::arg("checksums"), py::arg("pacing_bytes_per_s"),
            py::arg("max_inflight_bytes"), py::arg("max_write_bytes"), py::arg("allow_fallback"),
-           py::arg("keepalive_s"), py::arg("hub"), py::arg("flip_slice"))
+           py::arg("keepalive_s"), py::arg("hub"), py::arg("flip_slice"), py::arg("layer_begin"),
+           py::arg("head_begin"), py::arg("staging_bytes"))
       .def("grant", &grant, py::arg("request_id"), py::arg("pages"), py::arg("num_tokens"),
-           py::arg("first_token") = 0, py::arg("deadline_s") = 60.0)
-      .def("open", &open, py::arg("grant"), py::arg("pages"))
+           py::arg("first_token") = 0, py::arg("deadline_s") = 60.0,
+           py::arg("shares") = std::vector<ShareTuple>())
+      .def("open", &open, py::arg("grant"), py::arg("pages"), py::arg("share") = 0)
       .def(
           "release",
           [](Endpoint& ep, const py::bytes& request_id) {
@@ -238,6 +292,10 @@ void bind_sender(py::module_& m) {
             unwrap(s.push_cached(first, count));
           },
           py::arg("first_page"), py::arg("num_pages"))
+      .def(
+          "push_cached_upto",
+          [](SendPort& s, std::int64_t end) { unwrap(s.push_cached_upto(end)); },
+          py::arg("end_token"))
       .def("mark", [](SendPort& s) { s.mark(transport::now_ns()); })
       .def(
           "commit",
@@ -312,6 +370,7 @@ void bind_layer_step(py::module_& m) {
 }  // namespace
 
 void bind_stream(py::module_ m) {
+  bind_plan(m);
   bind_endpoint(m);
   bind_sender(m);
   bind_layer_step(m);
@@ -324,7 +383,16 @@ void bind_stream(py::module_ m) {
         d["first_token"] = g.first_token;
         d["num_tokens"] = g.num_tokens;
         d["num_pages"] = g.pages.size();
-        d["kv_bytes"] = g.shape().kv_bytes();
+        std::int64_t kv_bytes = 0;
+        std::vector<ShareTuple> shares;
+        for (std::size_t i = 0; i < g.shares.size(); ++i) {
+          kv_bytes += g.shape(i).kv_bytes();
+          shares.push_back(tuple_of(g.shares[i].share));
+        }
+        d["kv_bytes"] = kv_bytes;
+        d["sealed_pages"] = std::count_if(g.pages.begin(), g.pages.end(),
+                                          [](const stream::GrantPage& p) { return p.sealed; });
+        d["shares"] = shares;
         d["ttl_s"] = static_cast<double>(g.ttl_ns) / kNsPerSecond;
         d["addresses"] = g.addresses;
         return d;

@@ -5,9 +5,11 @@
 
 #include <cstring>
 
+#include "base/text.h"
 #include "bindings/dlpack.h"
 #include "bindings/errors.h"
 #include "transport/link.h"
+#include "transport/rdma/rdma_scheme.h"
 
 namespace py = pybind11;
 
@@ -95,6 +97,30 @@ Digest to_digest(const char* field, const std::string& bytes) {
   return digest;
 }
 
+// int64 [n, 3] (local offset, remote offset, bytes), any strides; or a sequence of such tuples.
+std::vector<Segment> segments_of(const py::object& given) {
+  if (!PyObject_CheckBuffer(given.ptr())) return triples<Segment>(given.cast<py::sequence>());
+  const py::buffer_info b = py::reinterpret_borrow<py::buffer>(given).request();
+  if (b.ndim != 2 || b.shape[1] != 3 || b.itemsize != 8 || (b.format != "l" && b.format != "q"))
+    throw ErrorException{
+        invalid_argument(text("segments: an array must be int64 [n, 3], this one has ", b.ndim,
+                              " dimensions of format '", b.format, "'"))};
+  const auto at = [&](py::ssize_t row, py::ssize_t column) {
+    std::int64_t value = 0;
+    std::memcpy(&value,
+                static_cast<const char*>(b.ptr) + row * b.strides[0] + column * b.strides[1],
+                sizeof value);
+    if (value < 0)
+      throw ErrorException{invalid_argument(
+          text("segments[", row, "][", column, "]=", value, " must not be negative"))};
+    return static_cast<std::uint64_t>(value);
+  };
+  std::vector<Segment> out;
+  out.reserve(static_cast<std::size_t>(b.shape[0]));
+  for (py::ssize_t i = 0; i < b.shape[0]; ++i) out.push_back({at(i, 0), at(i, 1), at(i, 2)});
+  return out;
+}
+
 py::dict to_dict(const LinkInfo& info) {
   py::dict d;
   d["scheme"] = info.scheme;
@@ -129,17 +155,17 @@ void bind_link(py::module_& m) {
                                {to_priority(priority), deadline_ns, completion})));
            })
       .def("write",
-           [](Link& l, std::uint32_t region, const py::sequence& segments, const std::string& grant,
+           [](Link& l, std::uint32_t region, const py::object& segments, const std::string& grant,
               std::uint64_t tag, std::int64_t deadline_ns, int priority, bool checksum) {
              return static_cast<std::uint64_t>(
-                 unwrap(l.write(RegionId{region}, triples<Segment>(segments), to_grant(grant), tag,
+                 unwrap(l.write(RegionId{region}, segments_of(segments), to_grant(grant), tag,
                                 {deadline_ns, to_priority(priority), checksum})));
            })
       .def("read",
-           [](Link& l, std::uint32_t region, const py::sequence& segments, const std::string& grant,
+           [](Link& l, std::uint32_t region, const py::object& segments, const std::string& grant,
               std::int64_t deadline_ns, int priority) {
              return static_cast<std::uint64_t>(
-                 unwrap(l.read(RegionId{region}, triples<Segment>(segments), to_grant(grant),
+                 unwrap(l.read(RegionId{region}, segments_of(segments), to_grant(grant),
                                {deadline_ns, to_priority(priority)})));
            })
       .def("cancel", [](Link& l, std::uint64_t op) { l.cancel(OpId{op}); })
@@ -191,6 +217,10 @@ void bind_transport(py::module_ m) {
   m.def("address_of", &address_of, py::arg("buffer"));
   m.def("address_of_dlpack", &address_of_dlpack, py::arg("capsule"));
   m.def("now_ns", &now_ns);
+  m.def("rdma_missing", [] {  // why there can be no rdma link here; empty = there can
+    const Status status = rdma::available();
+    return status.ok() ? std::string() : status.error().message;
+  });
   bind_link(m);
   py::class_<Transport>(m, "Transport")
       .def(py::init(&make), py::arg("key"), py::arg("identity"), py::arg("role"),

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/check.h"
 #include "base/text.h"
 
 namespace kvcore::compress {
@@ -92,9 +93,7 @@ Status HeadAttention::prepare(std::span<const std::shared_ptr<HeadPages>> sequen
 }
 
 Status HeadAttention::turn_to(std::int64_t layer) {
-  if (layer < 0 || layer >= num_layers_)
-    return invalid_argument(
-        text("layer=", layer, " is out of range: allowed 0 to ", num_layers_ - 1));
+  KVCORE_RETURN_IF_ERROR(check_range("layer", layer, 0, num_layers_ - 1));
   if (layer == planned_layer_) return {};
   const std::int64_t rows = num_seqs_ * num_kv_heads_;
   planned_layer_ = -1;

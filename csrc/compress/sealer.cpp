@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
 #include "base/text.h"
 #include "compress/seal.h"
 
@@ -113,6 +114,22 @@ Result<std::int64_t> Sealer::add(std::span<const std::int32_t> pages, std::int32
   return waiting() - before;
 }
 
+Result<std::vector<std::int32_t>> Sealer::exchange(std::span<const std::int32_t> pages,
+                                                   std::int32_t table) {
+  KVCORE_RETURN_IF_ERROR(rank_of(table));
+  KVCORE_RETURN_IF_ERROR(check(pages));
+  if (table == 0 || pages.empty()) return std::vector<std::int32_t>(pages.begin(), pages.end());
+  const std::int32_t number = tables_[at(table)].class_number;
+  // The open ones first: their bytes hold the compressed ones, whatever else is free.
+  KVCORE_RETURN_IF_ERROR(drop(pages, table));
+  KVCORE_RETURN_IF_ERROR(pool_->decref(pages));
+  const auto count = static_cast<std::int64_t>(pages.size());
+  auto fresh = pool_->alloc_in_class(count, number);
+  if (!fresh) fresh = pool_->alloc(count, 1);  // no run is long enough: as it was
+  if (fresh) KVCORE_RETURN_IF_ERROR(hold(*fresh, table));
+  return fresh;
+}
+
 Status Sealer::step(bool busy) {
   KVCORE_ASSIGN_OR_RETURN(const std::int64_t done, run(step_pages_ * (busy ? 1 : kIdleSteps)));
   under_way_ = done > 0 && !queue_.empty();
@@ -142,24 +159,32 @@ Result<std::int64_t> Sealer::run(std::int64_t max_pages) {
 }
 
 Result<std::int32_t> Sealer::rank_of(std::int32_t table) const {
-  if (table >= 0 && at(table) < tables_.size()) return tables_[at(table)].rank;
-  return invalid_argument(
-      text("table=", table, " is out of range: allowed 0 to ", tables_.size() - 1));
+  KVCORE_RETURN_IF_ERROR(
+      check_range("table", table, 0, static_cast<std::int64_t>(tables_.size()) - 1));
+  return tables_[at(table)].rank;
 }
 
 Status Sealer::check(std::span<const std::int32_t> pages) const {
   for (const std::int32_t page : pages)
-    if (page < 0 || at(page) >= state_.size())
-      return invalid_argument(
-          text("page=", page, " is out of range: allowed 0 to ", state_.size() - 1));
+    KVCORE_RETURN_IF_ERROR(
+        check_range("page", page, 0, static_cast<std::int64_t>(state_.size()) - 1));
   return {};
 }
 
 Result<std::int32_t> Sealer::counts_as(std::int32_t page) const {
   const PageState& state = state_[at(page)];
-  if (state.rank == 0) return 0;
+  KVCORE_ASSIGN_OR_RETURN(const pages::PagePlace place, pool_->place(page));
+  const std::int32_t held_as = place.class_number == 0 ? 0 : rank_of_class(place.class_number);
+  if (state.rank == 0) return held_as;
   KVCORE_ASSIGN_OR_RETURN(const std::uint64_t generation, pool_->generation(page));
-  return state.marked == generation ? state.rank : 0;
+  return state.marked == generation ? std::max(state.rank, held_as) : held_as;
+}
+
+// Of pages that arrived compressed. A class that was never offered counts as the least faithful.
+std::int32_t Sealer::rank_of_class(std::int32_t class_number) const noexcept {
+  for (const Table& table : tables_)
+    if (table.class_number == class_number) return table.rank;
+  return least();
 }
 
 Status Sealer::mark(std::int32_t page, std::int32_t rank) {

@@ -3,8 +3,9 @@
 // A sequence reads pages by a *table*: 0 = open pages only, then a compressed class each, in the
 // order they were offered. Each table has a rank, 0 the most faithful: open pages, then the classes
 // given to make(), the most faithful first. A page counts as the rank of what it will be from add()
-// on, and as the worst rank of the pages it was computed over. offer() gives later sequences other
-// tables of the same ranks; sequences and pages of earlier ones keep theirs.
+// on, and as the worst rank of the pages it was computed over; one that arrived compressed counts
+// as its class. offer() gives later sequences other tables of the same ranks; sequences and pages
+// of earlier ones keep theirs.
 //
 // Pages freed or sealed meanwhile are passed over; one that holds a number which cannot be encoded
 // stays open for good (refused() counts it). Counts of readers never go below zero. Thread rules:
@@ -51,6 +52,12 @@ class Sealer {
   // Seals up to max_pages; fewer when none are left or no bytes are free for one.
   Result<std::int64_t> run(std::int64_t max_pages);
 
+  // Pages of the table's class in place of open single ones that hold nothing yet, for content that
+  // arrives compressed; a sequence of `table` holds them as it held those. Table 0, or no bytes for
+  // them: open ones.
+  Result<std::vector<std::int32_t>> exchange(std::span<const std::int32_t> pages,
+                                             std::int32_t table);
+
   const pages::Pool& pool() const noexcept { return *pool_; }
   // By rank, open pages first: the table and class number that new sequences get.
   const std::vector<std::int32_t>& tables() const noexcept { return current_; }
@@ -88,6 +95,7 @@ class Sealer {
   Result<std::int32_t> rank_of(std::int32_t table) const;
   Status check(std::span<const std::int32_t> pages) const;
   Result<std::int32_t> counts_as(std::int32_t page) const;
+  std::int32_t rank_of_class(std::int32_t class_number) const noexcept;
   Status mark(std::int32_t page, std::int32_t rank);
   bool read_better(std::int32_t page, std::int32_t rank) const noexcept;
   Status queue(std::int32_t page, const Table& table);

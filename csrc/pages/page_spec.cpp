@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/block_arrays.h"
+#include "base/check.h"
 #include "base/text.h"
 
 namespace kvcore::pages {
@@ -14,13 +16,8 @@ std::int64_t align_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / t
 
 std::int64_t element_bytes(Format f) { return f == Format::kF32 ? 4 : 2; }
 
-Status check_range(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
-  if (value >= low && value <= high) return {};
-  return invalid_argument(text(field, "=", value, " is out of range: allowed ", low, " to ", high));
-}
-
 Status check_head_dim(const char* field, std::int32_t value) {
-  KVCORE_RETURN_IF_ERROR(check_range(field, value, 16, 1024));
+  KVCORE_RETURN_IF_ERROR(check_range(field, value, 16, kMaxHeadDim));
   if (value % 16 != 0)
     return invalid_argument(text(field, "=", value, " must be a multiple of 16"));
   return {};
@@ -96,7 +93,8 @@ std::int64_t PageSpec::usable_prefix(std::int64_t num_tokens) const noexcept {
 std::string PageSpec::describe() const {
   return text("layers=", o_.num_layers, " kv_heads=", o_.num_kv_heads,
               " head_dim_k=", o_.head_dim_k, " head_dim_v=", o_.head_dim_v,
-              " page_size=", o_.page_size, " extent_pages=", o_.extent_pages, " format=", name_of(o_.format),
+              " page_size=", o_.page_size, " extent_pages=", o_.extent_pages,
+              " format=", name_of(o_.format),
               " layout=", o_.layout == LayoutId::kPacked ? "packed" : "canonical",
               o_.align_bytes == kFrameAlignBytes ? "" : text(" align_bytes=", o_.align_bytes),
               o_.latent ? " latent" : "");

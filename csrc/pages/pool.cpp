@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/check.h"
 #include "base/text.h"
 
 namespace kvcore::pages {
@@ -22,9 +23,7 @@ Result<std::shared_ptr<Pool>> Pool::make(const PageSpec& spec, std::int64_t num_
                                          std::int64_t page_ids) {
   const std::int32_t extent = spec.options().extent_pages;
   const std::int64_t most = std::min(kMaxPages / extent, kMaxArenaBytes / spec.frame_bytes());
-  if (num_frames < 1 || num_frames > most)
-    return invalid_argument(
-        text("num_frames=", num_frames, " is out of range: allowed 1 to ", most));
+  KVCORE_RETURN_IF_ERROR(check_range("num_frames", num_frames, 1, most));
   const std::int64_t fewest = num_frames * extent;
   if (page_ids == 0) page_ids = fewest;
   const std::int64_t ids = kMaxPages / extent * extent;
@@ -167,12 +166,45 @@ Result<std::vector<std::int32_t>> Pool::alloc(std::int64_t num_pages, std::int32
   return pages;
 }
 
+Result<std::vector<std::int32_t>> Pool::alloc_in_class(std::int64_t num_pages,
+                                                       std::int32_t class_number) {
+  if (num_pages < 0)
+    return invalid_argument(text("num_pages=", num_pages, " is out of range: allowed 0 and up"));
+  std::lock_guard lock(mutex_);
+  KVCORE_RETURN_IF_ERROR(check_class(class_number));
+  unpark();
+  const std::int64_t bytes = classes_[class_number].run_bytes(1);
+  std::vector<std::int64_t> runs;
+  const bool enough = num_pages <= ids_.free_ids() && !fails(faults_.get(), "pool.seal");
+  while (enough && static_cast<std::int64_t>(runs.size()) < num_pages) {
+    const auto run = space_.take(bytes, End::kHigh);
+    if (!run) break;
+    runs.push_back(*run);
+  }
+  if (static_cast<std::int64_t>(runs.size()) < num_pages || !enough) {
+    const auto found = runs.size();
+    for (const std::int64_t run : runs) space_.give(run, bytes);
+    return Error{ErrorCode::kOutOfPages,
+                 text("wanted ", num_pages, " pages of ", bytes, " bytes, but only ",
+                      enough ? static_cast<std::int64_t>(found) : ids_.free_ids(), " are free (",
+                      space_.free_bytes(), " bytes of ", num_frames_ * frame_bytes_, ")")};
+  }
+  std::vector<std::int32_t> pages;
+  for (const std::int64_t run : runs) {
+    const std::int32_t page = ids_.take_id();
+    records_[at(page)] = {run, classes_.single_id(class_number), 0};
+    own(page, pages);
+  }
+  compressed_bytes_ += num_pages * bytes;
+  held_pages_ += num_pages;
+  class_pages_[at(class_number)] += num_pages;
+  return pages;
+}
+
 // ---- refs
 
 Status Pool::check_page(std::int32_t page) const {
-  if (page >= 0 && page < view_.num_pages) return {};
-  return invalid_argument(
-      text("page=", page, " is out of range: allowed 0 to ", view_.num_pages - 1));
+  return check_range("page", page, 0, view_.num_pages - 1);
 }
 
 Status Pool::add(std::span<const std::int32_t> pages, Count count) {
@@ -315,12 +347,16 @@ Result<PageClass> Pool::page_class(std::int32_t class_number) const {
       text("class_number=", class_number, " is out of range: allowed 0 to ", classes_.size() - 1));
 }
 
+Status Pool::check_class(std::int32_t class_number) const {
+  if (class_number >= 1 && classes_.knows(class_number)) return {};
+  return invalid_argument(text("class_number=", class_number, " is out of range: allowed 1 to ",
+                               classes_.size() - 1, " (from add_class)"));
+}
+
 Result<SealJob> Pool::begin_seal(std::int32_t page, std::int32_t class_number) {
   KVCORE_RETURN_IF_ERROR(check_page(page));
   std::lock_guard lock(mutex_);
-  if (class_number < 1 || !classes_.knows(class_number))
-    return invalid_argument(text("class_number=", class_number, " is out of range: allowed 1 to ",
-                                 classes_.size() - 1, " (from add_class)"));
+  KVCORE_RETURN_IF_ERROR(check_class(class_number));
   if (refs_[at(page)].owner == 0)
     return invalid_argument(text("page=", page, " has no owner: only held pages can be sealed"));
   if (const std::int32_t now = number_of(page); now != 0)

@@ -94,6 +94,11 @@ class Pool {
   // extent_pages) whole groups, pages beyond num_pages are the rest of the last one and the
   // caller's too (a sequence grows into them). 1: num_pages single pages.
   Result<std::vector<std::int32_t>> alloc(std::int64_t num_pages, std::int32_t run_pages = 0);
+  // num_pages single pages that are of a compressed class from the start, for content that comes as
+  // it is kept; each with owner ref 1, its bytes not written. Who fills it seals it. All or
+  // nothing.
+  Result<std::vector<std::int32_t>> alloc_in_class(std::int64_t num_pages,
+                                                   std::int32_t class_number);
   // Pages that alloc(n, run_pages) could give now. Asking for single ones joins free frames.
   Result<std::int64_t> free_pages(std::int32_t run_pages = 0);
   // The list may name a page several times; each time counts.
@@ -142,6 +147,7 @@ class Pool {
   enum class Count { kOwner, kIo };
   Status check_page(std::int32_t page) const;
   Status check_run(std::int32_t run_pages) const;
+  Status check_class(std::int32_t class_number) const;
   bool in_singles(std::int32_t run_pages) const { return run_pages == 1 && extent_ > 1; }
   std::int32_t number_of(std::int32_t page) const;
   Error out_of_pages(std::int64_t num_pages, std::int32_t run_pages) const;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/check.h"
 #include "base/text.h"
 
 namespace kvcore::pages {
@@ -21,9 +22,7 @@ Status check(const Pool& pool, std::int32_t page, std::int32_t layer, std::size_
   if (place.class_number != 0)
     return Error{ErrorCode::kUnsupported, text("page=", page, " is compressed (class ",
                                                place.class_number, "): decode its blocks")};
-  if (layer < 0 || layer >= o.num_layers)
-    return invalid_argument(
-        text("layer=", layer, " is out of range: allowed 0 to ", o.num_layers - 1));
+  KVCORE_RETURN_IF_ERROR(check_range("layer", layer, 0, o.num_layers - 1));
   const std::int64_t k_want = o.num_kv_heads * spec.k_block_bytes();
   const std::int64_t v_want = o.num_kv_heads * spec.v_block_bytes();
   if (static_cast<std::int64_t>(k_bytes) != k_want)

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <unordered_set>
 
+#include "base/check.h"
 #include "base/text.h"
 #include "base/xxh3.h"
 
@@ -124,9 +125,7 @@ Status RadixTree::check_insert(std::string_view ns, std::span<const std::int32_t
         text("namespace has ", ns.size(), " bytes: a tree with a secret takes 32"));
   std::unordered_set<std::int32_t> seen;
   for (const std::int32_t page : fresh) {
-    if (page < 0 || page >= pool_->num_pages())
-      return invalid_argument(
-          text("page=", page, " is out of range: allowed 0 to ", pool_->num_pages() - 1));
+    KVCORE_RETURN_IF_ERROR(check_range("page", page, 0, pool_->num_pages() - 1));
     if (in_tree_[at(page)] != 0 || !seen.insert(page).second)
       return invalid_argument(
           text("page=", page, " already holds another prefix: one page, one prefix"));

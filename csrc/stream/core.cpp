@@ -23,6 +23,11 @@ Result<std::unique_ptr<Core>> Core::make(std::shared_ptr<pages::Pool> pool,
                                  " and max_write_bytes=", options.limits.max_write_bytes,
                                  " must be > 0"));
   }
+  if (options.layer_begin < 0 || options.head_begin < 0 || options.staging_bytes < 1) {
+    return invalid_argument(text("layer_begin=", options.layer_begin,
+                                 " and head_begin=", options.head_begin,
+                                 " must be >= 0, staging_bytes=", options.staging_bytes, " > 0"));
+  }
   const auto& arena = pool->arena();
   KVCORE_ASSIGN_OR_RETURN(
       const transport::RegionId region,
@@ -32,7 +37,11 @@ Result<std::unique_ptr<Core>> Core::make(std::shared_ptr<pages::Pool> pool,
       new Core(std::move(pool), transport, std::move(inbox), options, region));
 }
 
-Core::~Core() { close(transport::now_ns()); }
+Core::~Core() { close(clock_ns()); }
+
+std::int64_t Core::clock_ns() const {
+  return options_.clock ? options_.clock->now_ns() : transport::now_ns();
+}
 
 Status Core::check_pages(std::span<const std::int32_t> pages) const {
   if (pages.empty() || pages.size() > static_cast<std::size_t>(kMaxSlots)) {
@@ -45,109 +54,6 @@ Status Core::check_pages(std::span<const std::int32_t> pages) const {
     }
   }
   return {};
-}
-
-Result<Placement> Core::placement_of(std::span<const std::int32_t> pages) const {
-  Placement out;
-  out.offsets.reserve(pages.size());
-  for (const std::int32_t page : pages) {
-    KVCORE_ASSIGN_OR_RETURN(const pages::PagePlace place, pool_->place(page));
-    if (place.class_number != 0)
-      return Error{ErrorCode::kUnsupported, text("pages: page ", page, " is compressed (class ",
-                                                 place.class_number, "), open pages travel")};
-    if (out.offsets.empty()) out.layer_stride_bytes = place.layer_stride_bytes;
-    if (place.layer_stride_bytes != out.layer_stride_bytes)
-      return Error{ErrorCode::kUnsupported,
-                   text("pages: page ", page, " has layers ", place.layer_stride_bytes,
-                        " bytes apart, page ", pages[0], " ", out.layer_stride_bytes,
-                        ": pages of one hand-over lie in runs of one length")};
-    out.offsets.push_back(place.offset_bytes);
-  }
-  return out;
-}
-
-Result<std::vector<std::byte>> Core::grant(const RequestId& id, std::span<const std::int32_t> pages,
-                                           std::int64_t first_token, std::int64_t num_tokens,
-                                           std::int64_t now_ns, std::int64_t deadline_ns) {
-  if (closed_) return Error{ErrorCode::kCancelled, "the endpoint is closed"};
-  KVCORE_RETURN_IF_ERROR(check_pages(pages));
-  if (incoming_.contains(id)) {
-    return invalid_argument(text("request_id=", to_hex(id), " holds a grant already"));
-  }
-  if (deadline_ns <= now_ns) return invalid_argument("deadline must lie in the future");
-  if (addresses_.empty())
-    return invalid_argument("this endpoint listens nowhere: no address to grant");
-  StreamGrant g;
-  g.request_id = id;
-  g.spec = pool_->spec().options();
-  g.first_token = first_token;
-  g.num_tokens = num_tokens;
-  g.ttl_ns = deadline_ns - now_ns;
-  g.host = local_host_id();
-  KVCORE_ASSIGN_OR_RETURN(const Placement place, placement_of(pages));
-  g.layer_stride_bytes = place.layer_stride_bytes;
-  g.addresses = addresses_;
-  for (std::size_t slot = 0; slot < pages.size(); ++slot) {
-    KVCORE_ASSIGN_OR_RETURN(const std::uint64_t generation, pool_->generation(pages[slot]));
-    g.pages.push_back({pages[slot], generation, place.offsets[slot]});
-  }
-  if (const Status fits = g.check(); !fits) return invalid_argument(fits.error().message);
-  KVCORE_RETURN_IF_ERROR(pool_->io_acquire(pages));
-  auto made = transport_->create_grant(region_, ranges_of(g.shape(), g.placement()),
-                                       transport::Rights::kWrite, deadline_ns);
-  if (!made) {
-    io_release(pages);
-    return made.error();
-  }
-  g.grant = made->ref;
-  incoming_.emplace(id, Incoming{Receiver(id, g.shape(), g.grant, g.host, deadline_ns),
-                                 {pages.begin(), pages.end()},
-                                 g.class_id});
-  by_grant_.emplace(g.grant.id, id);
-  return g.encode();
-}
-
-Result<std::shared_ptr<SendPort>> Core::open(std::span<const std::byte> bytes,
-                                             std::span<const std::int32_t> pages,
-                                             std::int64_t now_ns) {
-  KVCORE_ASSIGN_OR_RETURN(const StreamGrant g, StreamGrant::decode(bytes));
-  KVCORE_RETURN_IF_ERROR(check_layout(pool_->spec().options(), g.spec));
-  KVCORE_RETURN_IF_ERROR(check_pages(pages));
-  if (pages.size() != g.pages.size()) {
-    return invalid_argument(
-        text("pages: ", pages.size(), " given, but the grant has ", g.pages.size()));
-  }
-  if (sender_of_.contains(g.request_id)) {
-    return invalid_argument(text("request_id=", to_hex(g.request_id), " is being sent already"));
-  }
-  if (closed_) return Error{ErrorCode::kCancelled, "the endpoint is closed"};
-  KVCORE_RETURN_IF_ERROR(pool_->io_acquire(pages));
-  auto place = placement_of(pages);  // held by now: the bytes stay where they are
-  if (!place) {
-    io_release(pages);
-    return place.error();
-  }
-  auto peer = peer_for(g);
-  if (!peer) {
-    io_release(pages);
-    return peer.error();
-  }
-  const std::uint64_t id = next_sender_++;
-  auto port = std::make_shared<SendPort>(id, g.request_id, g.shape(), g.first_token, &pool_->view(),
-                                         inbox_);
-  auto [it, fresh] =
-      outgoing_.emplace(id, Outgoing{Sender(g.request_id, g.shape(), g.grant, local_host_id(),
-                                            now_ns + g.ttl_ns, options_.limits),
-                                     {pages.begin(), pages.end()},
-                                     std::move(*place),
-                                     g.placement(),
-                                     g.grant,
-                                     port,
-                                     std::nullopt});
-  sender_of_.emplace(g.request_id, id);
-  attach(id, it->second, *peer);
-  settle_sender(id);
-  return port;
 }
 
 bool Core::release(const RequestId& id, std::int64_t now_ns) {
@@ -198,46 +104,6 @@ void Core::handle(transport::Event& event, std::int64_t now_ns) {
   if (const auto* d = std::get_if<transport::Down>(&event)) return on_down(*d, now_ns);
 }
 
-Status Core::check_run(const Incoming& in, const SliceRun& run, const std::string& scheme) const {
-  const Shape& shape = in.machine.shape();
-  if (!shape.contains(run)) return {};  // the receiver's own check names it
-  const bool every = options_.checksums == Checksums::kAll ||
-                     (options_.checksums == Checksums::kSampled && scheme == "tcp");
-  for (std::int32_t slot = run.first; slot < run.first + run.count; ++slot) {
-    const bool sampled =
-        options_.checksums == Checksums::kSampled && (run.layer + slot) % kSampleEvery == 0;
-    std::byte* slice = pool_->slice(in.pages[static_cast<std::size_t>(slot)], run.layer);
-    KVCORE_RETURN_IF_ERROR(check_slice(
-        {slice, static_cast<std::size_t>(shape.slice_bytes)},
-        expected_header(pool_->spec().options(), in.class_id, run.layer, shape.valid_tokens(slot)),
-        every || sampled));
-  }
-  return {};
-}
-
-void Core::flip_if_asked(const Incoming& in, const SliceRun& run) {
-  if (!fails(options_.faults, "stream.flip_slice") || !in.machine.shape().contains(run)) return;
-  std::byte* slice = pool_->slice(in.pages[static_cast<std::size_t>(run.first)], run.layer);
-  slice[kSliceHeaderBytes + 1] ^= std::byte{0x40};  // an exponent bit of the first K element
-}
-
-void Core::on_arrival(const transport::Arrival& arrival, std::int64_t now_ns) {
-  const auto grant = by_grant_.find(arrival.grant.id);
-  if (grant == by_grant_.end()) {
-    ++stats_.dropped;  // of a hand-over that is over
-    return;
-  }
-  const RequestId id = grant->second;
-  Incoming& in = incoming_.at(id);
-  const SliceRun run = run_of(arrival.tag);
-  Status status = arrival.status;
-  flip_if_asked(in, run);
-  if (status) status = check_run(in, run, in.scheme);
-  in.machine.on_arrival(arrival.link, run, static_cast<std::int64_t>(arrival.bytes), arrival.at_ns,
-                        status, now_ns);
-  settle_receiver(id);
-}
-
 void Core::on_message(const transport::Message& message, std::int64_t now_ns) {
   auto parsed = StreamMessage::decode(message.bytes);
   if (!parsed) {
@@ -247,7 +113,7 @@ void Core::on_message(const transport::Message& message, std::int64_t now_ns) {
   StreamMessage& m = *parsed;
   const RequestId id = m.request_id;
   if (m.kind == MessageKind::kDone || m.kind == MessageKind::kReceiverAbort) {
-    const auto it = sender_of_.find(id);
+    const auto it = sender_of_.find({id, m.grant.id});
     if (it == sender_of_.end() || outgoing_.at(it->second).peer != message.link) {
       ++stats_.dropped;
       return;
@@ -256,31 +122,24 @@ void Core::on_message(const transport::Message& message, std::int64_t now_ns) {
     outgoing_.at(sender).machine.on_message(m);
     return settle_sender(sender);
   }
+  if (m.kind == MessageKind::kOpen) return on_open(id, message, m, now_ns);
   const auto it = incoming_.find(id);
   if (it == incoming_.end()) {
     ++stats_.dropped;
-    if (m.kind == MessageKind::kOpen) {
-      StreamMessage refusal{.kind = MessageKind::kReceiverAbort, .request_id = id};
-      refusal.code = ErrorCode::kStale;
-      refusal.reason = "the receiver holds no such grant (any more)";
-      send(message.link, refusal);
-    }
     return;
   }
-  Incoming& in = it->second;
-  if (m.kind == MessageKind::kOpen) {
-    in.scheme = scheme_of(message.link);
-    in.machine.on_open(message.link, m, in.scheme);
-  } else {
-    in.machine.on_message(message.link, std::move(m), now_ns);
-  }
+  const std::size_t share = it->second.machine.share_of(m.grant);
+  if (m.kind == MessageKind::kSums && it->second.machine.bound_to(share, message.link))
+    return on_sums(id, share, m, now_ns);
+  it->second.machine.on_message(message.link, std::move(m), now_ns);
   settle_receiver(id);
 }
 
 void Core::on_completion(const transport::Completion& c, std::int64_t now_ns) {
   const auto node = ops_.extract({c.link, c.op});
   if (!node) return;
-  const std::uint64_t sender = node.mapped();
+  unstage(node.mapped());
+  const std::uint64_t sender = node.mapped().sender;
   outgoing_.at(sender).machine.on_completion(c.op, c.status, now_ns);
   settle_sender(sender);
 }
@@ -289,8 +148,8 @@ bool Core::step(std::int64_t now_ns, std::size_t max_events) {
   std::vector<transport::Event> events;
   transport_->poll(&events, max_events);
   // Checking many slices takes a while, so each event gets its own time on the caller's clock.
-  const std::int64_t offset = now_ns - transport::now_ns();
-  for (transport::Event& event : events) handle(event, transport::now_ns() + offset);
+  const std::int64_t offset = now_ns - clock_ns();
+  for (transport::Event& event : events) handle(event, clock_ns() + offset);
   on_time(now_ns);
   const bool more_writes = pump();
   return more_writes || events.size() == max_events;
@@ -346,40 +205,20 @@ bool Core::pump() {
   return true;
 }
 
-bool Core::post_one(std::uint64_t id, Peer& peer) {
-  Outgoing& out = outgoing_.at(id);
-  const auto run = out.machine.next_write();
-  if (!run) return false;
-  const Shape& shape = out.machine.shape();
-  stamper_.stamp(out.pages, out.local, shape, *run);
-  transport::OpOptions options;
-  options.deadline_ns = out.machine.deadline_ns();
-  options.checksum = false;  // slices carry their own, verified by the receiver
-  auto op = peer.link->write(region_, segments_of(*run, shape.slice_bytes, out.local, out.remote),
-                             out.grant, tag_of(*run), options);
-  if (op) {
-    ops_.emplace(std::pair(peer.link->id(), *op), id);
-    out.machine.on_posted(*op, *run);
-  } else {
-    out.machine.on_refused(op.error());
-  }
-  settle_sender(id);
-  return true;
-}
-
 // ---- actions
 
 void Core::settle_receiver(const RequestId& id) {
   const auto it = incoming_.find(id);
   Incoming& in = it->second;
   for (auto& action : in.machine.take_actions()) in.actions.push_back(std::move(action));
-  while (!in.fencing && !in.actions.empty()) {
+  while (in.pending_fences.empty() && !in.actions.empty()) {
     Receiver::Action action = std::move(in.actions.front());
     in.actions.pop_front();
     carry_out(id, in, std::move(action));
   }
-  if (in.machine.active() || in.fencing) return;
-  by_grant_.erase(in.machine.grant().id);
+  if (in.machine.active() || !in.pending_fences.empty()) return;
+  for (std::size_t share = 0; share < in.machine.num_shares(); ++share)
+    by_grant_.erase(in.machine.grant(share).id);
   incoming_.erase(it);
 }
 
@@ -387,8 +226,8 @@ void Core::carry_out(const RequestId& id, Incoming& in, Receiver::Action action)
   if (auto* s = std::get_if<Receiver::Send>(&action)) {
     send(s->link, s->message);
   } else if (std::holds_alternative<Receiver::Fence>(action)) {
-    in.fencing = transport_->revoke_grant(in.machine.grant()) == transport::Fence::kPending;
-    if (!in.fencing) after_fence(in);
+    revoke_all(in);
+    if (in.pending_fences.empty()) after_fence(in);
   } else if (auto* done = std::get_if<Receiver::Complete>(&action)) {
     ++stats_.completed;
     stats_.bytes_received += done->stats.bytes;
@@ -407,8 +246,16 @@ void Core::carry_out(const RequestId& id, Incoming& in, Receiver::Action action)
   }
 }
 
+void Core::revoke_all(Incoming& in) {
+  for (std::size_t share = 0; share < in.machine.num_shares(); ++share) {
+    const transport::GrantRef grant = in.machine.grant(share);
+    if (transport_->revoke_grant(grant) == transport::Fence::kPending)
+      in.pending_fences.insert(grant.id);
+  }
+}
+
 void Core::after_fence(Incoming& in) {
-  if (in.machine.state() == Receiver::State::kComplete) open_last_page(in);
+  if (in.machine.state() == Receiver::State::kComplete) finish_pages(in);
   io_release(in.pages);
 }
 
@@ -418,19 +265,11 @@ void Core::on_fenced(const transport::Fenced& fenced) {
     ++stats_.dropped;
     return;
   }
-  const RequestId id = grant->second;
+  const RequestId id = grant->second.first;
   Incoming& in = incoming_.at(id);
-  if (!std::exchange(in.fencing, false)) return;
+  if (in.pending_fences.erase(fenced.grant.id) == 0 || !in.pending_fences.empty()) return;
   after_fence(in);
   settle_receiver(id);
-}
-
-void Core::open_last_page(const Incoming& in) {
-  const Shape& shape = in.machine.shape();
-  if (shape.valid_tokens(shape.num_slots - 1) == shape.page_size) return;
-  for (std::int32_t layer = 0; layer < shape.num_layers; ++layer) {
-    clear_checksum(pool_->slice(in.pages.back(), layer));
-  }
 }
 
 void Core::settle_sender(std::uint64_t id) {
@@ -465,7 +304,7 @@ void Core::settle_sender(std::uint64_t id) {
       {out.machine.state(), out.machine.status(), out.machine.acked_bytes(), scheme});
   if (!out.machine.finished()) return;
   if (peer != peers_.end()) peer->second.senders.erase(id);
-  sender_of_.erase(out.machine.id());
+  sender_of_.erase({out.machine.id(), out.machine.grant().id});
   outgoing_.erase(it);
 }
 
@@ -485,6 +324,7 @@ CoreStats Core::stats() const {
   CoreStats out = stats_;
   out.receiving = static_cast<std::int64_t>(incoming_.size());
   out.sending = static_cast<std::int64_t>(outgoing_.size());
+  if (staging_) out.staged_bytes = staging_->used_bytes();
   for (const auto& [link, peer] : peers_) {
     if (peer.up) out.links.push_back(peer.address);
   }
@@ -507,6 +347,7 @@ void Core::close(std::int64_t now_ns) {
     events.clear();
   }
   if (!transport_->unregister_region(region_)) ++stats_.refs_lost;
+  if (staging_ && !transport_->unregister_region(staging_->region())) ++stats_.refs_lost;
 }
 
 }  // namespace kvcore::stream

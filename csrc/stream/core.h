@@ -5,6 +5,10 @@
 //
 // Fence before free: a receiver's pages lose their io refs only after revoke_grant has returned; a
 // sender's only after every posted write has its completion.
+// A hand-over may have several senders (plan.h: shares), each over its own link with its own grant.
+// What a sender's pages do not hold byte for byte as the receiver wants it goes through its staging
+// memory: converted and encoded when its write is posted, never on the thread that computes.
+//
 // A grant lists several addresses. shm ones count only on the receiver's host and are preferred;
 // the first that counts is used. If it cannot be reached the hand-over fails and says so, unless
 // allow_fallback lets the next address be tried (then counted in stats().fallbacks).
@@ -21,15 +25,19 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/fault.h"
 #include "base/result.h"
 #include "pages/pool.h"
+#include "stream/conversion.h"
 #include "stream/grant.h"
 #include "stream/inbox.h"
+#include "stream/plan.h"
 #include "stream/port.h"
 #include "stream/receiver.h"
 #include "stream/sender.h"
 #include "stream/slice_check.h"
+#include "stream/staging.h"
 #include "transport/link.h"
 
 namespace kvcore::stream {
@@ -38,6 +46,10 @@ struct StreamOptions {
   Checksums checksums = Checksums::kSampled;
   SenderLimits limits{};
   bool allow_fallback = false;
+  std::int32_t layer_begin = 0;  // of the model: the layer and KV head that are the pool's first
+  std::int32_t head_begin = 0;
+  std::int64_t staging_bytes = std::int64_t{32} << 20;  // of all hand-overs that convert
+  const Clock* clock = nullptr;  // null = CLOCK_MONOTONIC; must outlive the core
   // Tests only. Point "stream.flip_slice": one bit of an arrived slice is flipped before its check.
   FaultPlan* faults = nullptr;
 };
@@ -52,6 +64,7 @@ struct StreamEvent {
 };
 
 struct CoreStats {
+  std::int64_t staged_bytes = 0;            // in staging memory now
   std::int64_t receiving = 0, sending = 0;  // now
   std::int64_t completed = 0, receive_failed = 0, released = 0, sent = 0, send_failed = 0;
   std::int64_t bytes_received = 0, bytes_sent = 0;  // of completed and sent hand-overs
@@ -70,13 +83,21 @@ class Core {
                                             std::shared_ptr<Inbox> inbox, StreamOptions options);
   ~Core();
 
+  // What this worker's pages hold of the model.
+  Side side() const { return {pool_->spec().options(), options_.layer_begin, options_.head_begin}; }
   // Grants name these addresses (listened on by the owner of the transport).
   void set_addresses(std::vector<std::string> addresses) { addresses_ = std::move(addresses); }
+  // Pages are open, or of one compressed class and full: those are filled in that class. shares:
+  // what each sender gives, together all this worker holds; empty: one sender gives it.
   Result<std::vector<std::byte>> grant(const RequestId& id, std::span<const std::int32_t> pages,
                                        std::int64_t first_token, std::int64_t num_tokens,
-                                       std::int64_t now_ns, std::int64_t deadline_ns);
+                                       std::int64_t now_ns, std::int64_t deadline_ns,
+                                       std::span<const Share> shares = {});
+  // share: which of the grant's this side gives. pages: this side's, from the one that holds the
+  // grant's first token to the one that holds its last.
   Result<std::shared_ptr<SendPort>> open(std::span<const std::byte> grant,
-                                         std::span<const std::int32_t> pages, std::int64_t now_ns);
+                                         std::span<const std::int32_t> pages, std::int64_t now_ns,
+                                         std::size_t share = 0);
   // Fence, then the pages are free of this hand-over. False: it was over already, or never was.
   bool release(const RequestId& id, std::int64_t now_ns);
 
@@ -96,21 +117,46 @@ class Core {
   void close(std::int64_t now_ns);
 
  private:
+  struct PageSet {  // where pages lie
+    std::vector<std::int64_t> offsets;
+    std::vector<bool> sealed;  // empty: none
+    std::int64_t layer_stride_bytes = 0;
+    std::int32_t class_number = 0;  // of the sealed ones
+  };
+  struct Arrived {  // a run that waits for its sums
+    transport::Arrival arrival;
+    SliceRun run;
+  };
+  struct IncomingShare {
+    Placement place;
+    std::int32_t layer_begin = 0;  // in this worker's counting
+    std::string scheme{};          // of the sender's link, once open
+    SliceSums sums{};              // where slices come without headers
+    std::vector<Arrived> waiting{};
+  };
   struct Incoming {
     Receiver machine;
     std::vector<std::int32_t> pages;
-    std::uint32_t class_id = 0;
-    std::string scheme{};                    // of the sender's link, once open
-    std::deque<Receiver::Action> actions{};  // to be carried out
-    bool fencing = false;                    // the first of them waits for Fenced
+    bool with_headers = true;
+    std::uint32_t class_number = 0;
+    pages::PageClass page_class;  // of sealed pages
+    std::vector<IncomingShare> shares{};
+    std::deque<Receiver::Action> actions{};    // to be carried out
+    std::set<std::uint64_t> pending_fences{};  // grants; while there are any, actions wait
   };
   struct Outgoing {
     Sender machine;
     std::vector<std::int32_t> pages;
-    Placement local, remote;
-    transport::GrantRef grant;
+    Placement local, remote;  // local: where slices lie that are sent as they are
     std::shared_ptr<SendPort> port;
-    std::optional<transport::LinkId> peer;
+    bool with_headers = true;
+    Way way = Way::kWhole;
+    std::unique_ptr<Conversion> conversion{};  // null: nothing is staged
+    std::optional<transport::LinkId> peer{};
+  };
+  struct Posted {
+    std::uint64_t sender;
+    std::int64_t staged_at = 0, staged_bytes = 0;
   };
   struct Peer {
     std::shared_ptr<transport::Link> link;
@@ -123,7 +169,16 @@ class Core {
   Core(std::shared_ptr<pages::Pool> pool, transport::Transport* transport,
        std::shared_ptr<Inbox> inbox, StreamOptions options, transport::RegionId region);
   Status check_pages(std::span<const std::int32_t> pages) const;
-  Result<Placement> placement_of(std::span<const std::int32_t> pages) const;
+  Result<PageSet> page_set(std::span<const std::int32_t> pages) const;
+  Result<StreamGrant> describe(const RequestId& id, std::span<const std::int32_t> pages,
+                               std::span<const Share> shares) const;
+  Status make_grants(StreamGrant& grant, std::int64_t deadline_ns);
+  Incoming incoming(const StreamGrant& grant, std::span<const std::int32_t> pages,
+                    std::int64_t deadline_ns) const;
+  Status check_open(const StreamGrant& grant, std::span<const std::int32_t> pages,
+                    std::size_t share) const;
+  Result<Outgoing> outgoing(const StreamGrant& grant, std::span<const std::int32_t> pages,
+                            std::size_t share, std::int64_t now_ns);
   Result<transport::LinkId> peer_for(const StreamGrant& grant);
   Result<transport::LinkId> connect(std::vector<std::string> addresses);
   void attach(std::uint64_t id, Outgoing& out, transport::LinkId link);
@@ -135,18 +190,34 @@ class Core {
   void on_message(const transport::Message& message, std::int64_t now_ns);
   void on_completion(const transport::Completion& completion, std::int64_t now_ns);
   void on_fenced(const transport::Fenced& fenced);
-  Status check_run(const Incoming& in, const SliceRun& run, const std::string& scheme) const;
-  void flip_if_asked(const Incoming& in, const SliceRun& run);
+  void take_arrival(const RequestId& id, std::size_t share, const transport::Arrival& arrival,
+                    std::int64_t now_ns);
+  void on_sums(const RequestId& id, std::size_t share, const StreamMessage& message,
+               std::int64_t now_ns);
+  void on_open(const RequestId& id, const transport::Message& from, const StreamMessage& open,
+               std::int64_t now_ns);
+  Status check_run(const Incoming& in, std::size_t share, const SliceRun& run) const;
+  std::span<std::byte> piece(const Incoming& in, std::size_t share, std::int32_t layer,
+                             std::int32_t slot) const;
+  SliceHeader header_of(const Incoming& in, std::int32_t layer, std::int32_t slot) const;
+  void flip_if_asked(const Incoming& in, std::size_t share, const SliceRun& run);
   std::string scheme_of(transport::LinkId link) const;
+  std::int64_t clock_ns() const;
 
   bool pump();
   bool post_one(std::uint64_t id, Peer& peer);
+  void post(std::uint64_t id, Peer& peer, const SliceRun& run);
+  void send_sums(Peer& peer, const Outgoing& out, const SliceRun& run,
+                 std::span<const transport::Segment> segments, const std::byte* base);
+  bool stage(Posted& posted, std::int64_t bytes);
+  void unstage(const Posted& posted);
   void on_time(std::int64_t now_ns);
   void settle_receiver(const RequestId& id);  // carries out its actions; forgets it when it is over
   void carry_out(const RequestId& id, Incoming& in, Receiver::Action action);
   void after_fence(Incoming& in);
   void settle_sender(std::uint64_t id);
-  void open_last_page(const Incoming& in);
+  void finish_pages(const Incoming& in);
+  void revoke_all(Incoming& in);
   void send(transport::LinkId link, const StreamMessage& message);
   void io_release(std::span<const std::int32_t> pages);
 
@@ -158,11 +229,12 @@ class Core {
   SliceStamper stamper_;
   std::vector<std::string> addresses_;
   std::map<RequestId, Incoming> incoming_;
-  std::map<std::uint64_t, RequestId> by_grant_;  // GrantRef::id
+  std::unique_ptr<Staging> staging_;
+  std::map<std::uint64_t, std::pair<RequestId, std::size_t>> by_grant_;  // GrantRef::id -> share
   std::map<std::uint64_t, Outgoing> outgoing_;
-  std::map<RequestId, std::uint64_t> sender_of_;
-  std::map<std::pair<transport::LinkId, transport::OpId>, std::uint64_t> ops_;  // posted writes
-  std::map<transport::LinkId, Peer> peers_;                                     // outgoing links
+  std::map<std::pair<RequestId, std::uint64_t>, std::uint64_t> sender_of_;  // by grant
+  std::map<std::pair<transport::LinkId, transport::OpId>, Posted> ops_;     // posted writes
+  std::map<transport::LinkId, Peer> peers_;                                 // outgoing links
   std::uint64_t next_sender_ = 1;
   std::vector<StreamEvent> events_;
   CoreStats stats_;

@@ -65,16 +65,18 @@ Result<T> Endpoint::call(std::function<Result<T>(Core&)> f) {
 
 Result<std::vector<std::byte>> Endpoint::grant(const RequestId& id, std::vector<std::int32_t> pages,
                                                std::int64_t first_token, std::int64_t num_tokens,
-                                               std::int64_t deadline_ns) {
+                                               std::int64_t deadline_ns,
+                                               std::vector<Share> shares) {
   return call<std::vector<std::byte>>([&](Core& core) {
-    return core.grant(id, pages, first_token, num_tokens, transport::now_ns(), deadline_ns);
+    return core.grant(id, pages, first_token, num_tokens, transport::now_ns(), deadline_ns, shares);
   });
 }
 
 Result<std::shared_ptr<SendPort>> Endpoint::open(std::vector<std::byte> grant,
-                                                 std::vector<std::int32_t> pages) {
+                                                 std::vector<std::int32_t> pages,
+                                                 std::size_t share) {
   return call<std::shared_ptr<SendPort>>(
-      [&](Core& core) { return core.open(grant, pages, transport::now_ns()); });
+      [&](Core& core) { return core.open(grant, pages, transport::now_ns(), share); });
 }
 
 Result<bool> Endpoint::release(const RequestId& id) {

@@ -32,9 +32,9 @@ class Endpoint {
 
   Result<std::vector<std::byte>> grant(const RequestId& id, std::vector<std::int32_t> pages,
                                        std::int64_t first_token, std::int64_t num_tokens,
-                                       std::int64_t deadline_ns);
+                                       std::int64_t deadline_ns, std::vector<Share> shares = {});
   Result<std::shared_ptr<SendPort>> open(std::vector<std::byte> grant,
-                                         std::vector<std::int32_t> pages);
+                                         std::vector<std::int32_t> pages, std::size_t share = 0);
   Result<bool> release(const RequestId& id);
   Result<CoreStats> stats();
 

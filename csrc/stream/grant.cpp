@@ -1,8 +1,10 @@
 #include "stream/grant.h"
 
+#include <algorithm>
 #include <cctype>
 #include <fstream>
 
+#include "base/printable.h"
 #include "base/text.h"
 #include "stream/bytes.h"
 
@@ -10,9 +12,11 @@ namespace kvcore::stream {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x5247564bu;  // "KVGR"
-constexpr std::uint16_t kVersion = 1;
+constexpr std::uint16_t kVersion = 2;
 constexpr std::int64_t kMaxOffset = std::int64_t{1} << 46;
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 40;
+
+constexpr std::int32_t kMaxHeads = 1 << 12;
 
 constexpr int kLatentBit = 0x80;  // of the layout's byte
 
@@ -57,9 +61,72 @@ Status check_range(const StreamGrant& g, const pages::PageSpec& spec) {
   if (g.layer_stride_bytes < spec.slice_bytes() || g.layer_stride_bytes > kMaxOffset / kMaxLayers) {
     return corrupt(text("layer_stride_bytes=", g.layer_stride_bytes, " is out of range"));
   }
-  if (g.head_begin < 0 || g.layer_begin < 0) return corrupt("head_begin, layer_begin must be >= 0");
+  if (g.head_begin < 0 || g.head_begin > kMaxHeads || g.layer_begin < 0 ||
+      g.layer_begin > kMaxLayers) {
+    return corrupt(
+        text("head_begin=", g.head_begin, ", layer_begin=", g.layer_begin, " are out of range"));
+  }
   if (g.ttl_ns <= 0) return corrupt(text("ttl_ns=", g.ttl_ns, " must be > 0"));
   return {};
+}
+
+Status check_pages(const StreamGrant& g) {
+  for (std::size_t slot = 0; slot < g.pages.size(); ++slot) {
+    const GrantPage& p = g.pages[slot];
+    if (p.page < 0 || p.offset_bytes < 0 || p.offset_bytes > kMaxOffset ||
+        p.offset_bytes % 64 != 0) {
+      return corrupt(
+          text("page ", p.page, " at offset_bytes=", p.offset_bytes, " is out of range"));
+    }
+    if (!p.sealed) continue;
+    const std::int64_t end = static_cast<std::int64_t>(slot + 1) * g.spec.page_size;
+    if (g.formats.empty())
+      return corrupt(text("page ", p.page, " is sealed, but formats is empty"));
+    if (end > g.num_tokens)
+      return corrupt(text("page ", p.page, " is sealed but not full: allowed are full pages"));
+  }
+  return {};
+}
+
+Status check_shares(const StreamGrant& g) {
+  if (g.shares.empty() || g.shares.size() > kMaxShares) {
+    return corrupt(text("shares=", g.shares.size(), " must be in [1, ", kMaxShares, "]"));
+  }
+  std::vector<Share> shares;
+  for (const GrantShare& s : g.shares) shares.push_back(s.share);
+  const Status covered = check_cover(shares, g.side());
+  return covered ? covered : corrupt(covered.error().message);
+}
+
+// Where a share's bytes lie inside a slice, and how many they are.
+struct Piece {
+  std::int64_t offset, bytes;
+};
+
+Piece piece_of(const pages::PageClass& page_class, std::int32_t layer, const Range32& heads,
+               bool whole) {
+  const std::int64_t slice = page_class.slice_bytes(layer);
+  if (whole) return {0, slice};
+  const auto views = page_class.layers(1);
+  const HeadBlock* blocks = views[static_cast<std::size_t>(layer)].heads;
+  const std::int64_t begin = blocks[heads.begin].k_offset_bytes;
+  const bool last = heads.end() == page_class.spec().options().num_kv_heads;
+  return {begin, (last ? slice : blocks[heads.end()].k_offset_bytes) - begin};
+}
+
+// A share in the receiver's own counting.
+Share local_share(const StreamGrant& g, std::size_t i) {
+  Share s = g.shares[i].share;
+  s.layers.begin -= g.layer_begin;
+  s.heads.begin -= g.head_begin;
+  return s;
+}
+
+std::vector<bool> sealed_slots(const StreamGrant& g) {
+  std::vector<bool> out;
+  if (g.formats.empty()) return out;
+  for (const GrantPage& p : g.pages) out.push_back(p.sealed);
+  return out;
 }
 
 }  // namespace
@@ -73,13 +140,12 @@ Status StreamGrant::check() const {
                         static_cast<int>(g.spec.layout), " are unknown to this build"));
   }
   KVCORE_RETURN_IF_ERROR(check_range(g, *spec));
-  for (const GrantPage& p : g.pages) {
-    if (p.page < 0 || p.offset_bytes < 0 || p.offset_bytes > kMaxOffset ||
-        p.offset_bytes % 64 != 0) {
-      return corrupt(
-          text("page ", p.page, " at offset_bytes=", p.offset_bytes, " is out of range"));
-    }
+  if (!g.formats.empty()) {
+    const auto page_class = pages::PageClass::make(*spec, g.formats);
+    if (!page_class) return corrupt(page_class.error().message);
   }
+  KVCORE_RETURN_IF_ERROR(check_pages(g));
+  KVCORE_RETURN_IF_ERROR(check_shares(g));
   if (g.addresses.empty()) return corrupt("addresses must not be empty");
   return {};
 }
@@ -102,19 +168,42 @@ HostId local_host_id() {
   return id;
 }
 
-Shape StreamGrant::shape() const {
-  const auto made = pages::PageSpec::make(spec);
-  return {.num_layers = spec.num_layers,
-          .num_slots = static_cast<std::int32_t>(pages.size()),
-          .page_size = spec.page_size,
-          .num_tokens = num_tokens,
-          .slice_bytes = made ? made->slice_bytes() : 0};
+pages::PageClass StreamGrant::page_class() const {
+  const pages::PageSpec made = pages::PageSpec::make(spec).value();
+  if (formats.empty()) return pages::PageClass::open(made);
+  return pages::PageClass::make(made, formats).value();
 }
 
-Placement StreamGrant::placement() const {
-  Placement out{.offsets = {}, .layer_stride_bytes = layer_stride_bytes};
-  out.offsets.reserve(pages.size());
-  for (const GrantPage& p : pages) out.offsets.push_back(p.offset_bytes);
+Shape StreamGrant::shape(std::size_t share) const {
+  const Share mine = local_share(*this, share);
+  const pages::PageClass sealed_class = page_class();
+  const pages::PageClass open = pages::PageClass::open(sealed_class.spec());
+  Shape out{.num_layers = mine.layers.count,
+            .num_slots = static_cast<std::int32_t>(pages.size()),
+            .page_size = spec.page_size,
+            .num_tokens = num_tokens,
+            .slice_bytes = piece_of(open, 0, mine.heads, with_headers()).bytes,
+            .sealed = sealed_slots(*this)};
+  for (std::int32_t layer = mine.layers.begin; !formats.empty() && layer < mine.layers.end();
+       ++layer)
+    out.sealed_bytes.push_back(piece_of(sealed_class, layer, mine.heads, with_headers()).bytes);
+  return out;
+}
+
+Placement StreamGrant::placement(std::size_t share) const {
+  const Share mine = local_share(*this, share);
+  const pages::PageClass sealed_class = page_class();
+  const pages::PageClass open = pages::PageClass::open(sealed_class.spec());
+  Placement out{
+      .offsets = {}, .layer_stride_bytes = layer_stride_bytes, .sealed = sealed_slots(*this)};
+  const std::int64_t skip =
+      mine.layers.begin * layer_stride_bytes + piece_of(open, 0, mine.heads, with_headers()).offset;
+  for (const GrantPage& p : pages) out.offsets.push_back(p.offset_bytes + (p.sealed ? 0 : skip));
+  if (formats.empty()) return out;
+  const auto views = sealed_class.layers(1);
+  for (std::int32_t layer = mine.layers.begin; layer < mine.layers.end(); ++layer)
+    out.sealed_layers.push_back(views[static_cast<std::size_t>(layer)].run_bytes +
+                                piece_of(sealed_class, layer, mine.heads, with_headers()).offset);
   return out;
 }
 
@@ -126,31 +215,93 @@ std::vector<std::byte> StreamGrant::encode() const {
   put_spec(w, spec);
   w.put(head_begin);
   w.put(layer_begin);
-  w.put(class_id);
+  w.put(class_number);
+  w.put(static_cast<std::uint32_t>(formats.size()));
+  for (const pages::HeadFormats& f : formats) {
+    w.put(static_cast<std::uint8_t>(f.k));
+    w.put(static_cast<std::uint8_t>(f.v));
+  }
   w.put(first_token);
   w.put(num_tokens);
   w.put(ttl_ns);
   w.put_raw(host);
-  w.put(grant.id);
-  w.put(grant.generation);
   w.put(layer_stride_bytes);
   w.put(static_cast<std::uint32_t>(pages.size()));
   for (const GrantPage& p : pages) {
     w.put(p.page);
     w.put(p.generation);
     w.put(p.offset_bytes);
+    w.put(static_cast<std::uint8_t>(p.sealed));
+  }
+  w.put(static_cast<std::uint16_t>(shares.size()));
+  for (const GrantShare& s : shares) {
+    w.put(s.grant.id);
+    w.put(s.grant.generation);
+    for (const std::int32_t v :
+         {s.share.layers.begin, s.share.layers.count, s.share.heads.begin, s.share.heads.count})
+      w.put(v);
   }
   w.put(static_cast<std::uint8_t>(addresses.size()));
   for (const std::string& a : addresses) w.put_string(a);
   return w.take();
 }
 
+namespace {
+
+Status read_formats(ByteReader& r, StreamGrant& g) {
+  const auto count = r.get<std::uint32_t>();
+  if (count > static_cast<std::uint32_t>(kMaxLayers) * static_cast<std::uint32_t>(kMaxHeads))
+    return corrupt("too many formats");
+  for (std::uint32_t i = 0; i < count && r.ok(); ++i) {
+    const auto k = r.get<std::uint8_t>(), v = r.get<std::uint8_t>();
+    if (k > static_cast<int>(Format::kV3) || v > static_cast<int>(Format::kV3))
+      return corrupt(text("format ", int{std::max(k, v)}, " is unknown to this build"));
+    g.formats.push_back({static_cast<Format>(k), static_cast<Format>(v)});
+  }
+  return {};
+}
+
+Status read_pages(ByteReader& r, StreamGrant& g) {
+  const auto num_pages = r.get<std::uint32_t>();
+  if (num_pages > static_cast<std::uint32_t>(kMaxSlots)) return corrupt("too many pages");
+  for (std::uint32_t i = 0; i < num_pages && r.ok(); ++i) {
+    GrantPage p;
+    p.page = r.get<std::int32_t>();
+    p.generation = r.get<std::uint64_t>();
+    p.offset_bytes = r.get<std::int64_t>();
+    const auto sealed = r.get<std::uint8_t>();
+    if (sealed > 1) return corrupt(text("sealed=", int{sealed}, " must be 0 or 1"));
+    p.sealed = sealed == 1;
+    g.pages.push_back(p);
+  }
+  return {};
+}
+
+Status read_shares(ByteReader& r, StreamGrant& g) {
+  const auto count = r.get<std::uint16_t>();
+  if (count > kMaxShares) return corrupt("too many shares");
+  for (int i = 0; i < count && r.ok(); ++i) {
+    GrantShare s;
+    s.grant.id = r.get<std::uint64_t>();
+    s.grant.generation = r.get<std::uint64_t>();
+    for (std::int32_t* v : {&s.share.layers.begin, &s.share.layers.count, &s.share.heads.begin,
+                            &s.share.heads.count}) {
+      *v = r.get<std::int32_t>();
+      if (*v < 0 || *v > 2 * kMaxLayers) return corrupt(text("share: ", *v, " is out of range"));
+    }
+    g.shares.push_back(s);
+  }
+  return {};
+}
+
+}  // namespace
+
 Result<StreamGrant> StreamGrant::decode(std::span<const std::byte> bytes) {
   ByteReader r(bytes);
   StreamGrant g;
   if (r.get<std::uint32_t>() != kMagic) return corrupt("wrong magic");
   if (const auto v = r.get<std::uint16_t>(); v != kVersion) {
-    return Error{ErrorCode::kUnsupported, text("grant: version ", v, ", this build reads 1")};
+    return Error{ErrorCode::kUnsupported, text("grant: version ", v, ", this build reads 2")};
   }
   const auto copy16 = [&](std::array<std::byte, 16>& to) {
     const auto part = r.get_raw(16);
@@ -160,58 +311,26 @@ Result<StreamGrant> StreamGrant::decode(std::span<const std::byte> bytes) {
   g.spec = get_spec(r);
   g.head_begin = r.get<std::int32_t>();
   g.layer_begin = r.get<std::int32_t>();
-  g.class_id = r.get<std::uint32_t>();
+  g.class_number = r.get<std::uint32_t>();
+  KVCORE_RETURN_IF_ERROR(read_formats(r, g));
   g.first_token = r.get<std::int64_t>();
   g.num_tokens = r.get<std::int64_t>();
   g.ttl_ns = r.get<std::int64_t>();
   copy16(g.host);
-  g.grant.id = r.get<std::uint64_t>();
-  g.grant.generation = r.get<std::uint64_t>();
   g.layer_stride_bytes = r.get<std::int64_t>();
-  const auto num_pages = r.get<std::uint32_t>();
-  if (num_pages > static_cast<std::uint32_t>(kMaxSlots)) return corrupt("too many pages");
-  for (std::uint32_t i = 0; i < num_pages && r.ok(); ++i) {
-    GrantPage p;
-    p.page = r.get<std::int32_t>();
-    p.generation = r.get<std::uint64_t>();
-    p.offset_bytes = r.get<std::int64_t>();
-    g.pages.push_back(p);
-  }
+  KVCORE_RETURN_IF_ERROR(read_pages(r, g));
+  KVCORE_RETURN_IF_ERROR(read_shares(r, g));
   const auto num_addresses = r.get<std::uint8_t>();
   if (num_addresses > kMaxAddresses) return corrupt("too many addresses");
   for (int i = 0; i < num_addresses && r.ok(); ++i) {
     g.addresses.push_back(r.get_string(kMaxAddressBytes));
+    if (printable(g.addresses.back()) != g.addresses.back())
+      return corrupt(text("address ", i, " holds other than printable ASCII"));
   }
   if (!r.ok()) return corrupt("cut short");
   if (!r.at_end()) return corrupt(text(r.left(), " bytes too long"));
   KVCORE_RETURN_IF_ERROR(g.check());
   return g;
-}
-
-Status check_layout(const pages::PageSpecOptions& local, const pages::PageSpecOptions& remote) {
-  const auto layout_of = [](const pages::PageSpecOptions& o) {
-    return o.latent ? "latent" : o.layout == LayoutId::kPacked ? "packed" : "canonical";
-  };
-  const struct {
-    const char* name;
-    std::string local, remote;
-  } fields[] = {
-      {"num_layers", text(local.num_layers), text(remote.num_layers)},
-      {"num_kv_heads", text(local.num_kv_heads), text(remote.num_kv_heads)},
-      {"head_dim_k", text(local.head_dim_k), text(remote.head_dim_k)},
-      {"head_dim_v", text(local.head_dim_v), text(remote.head_dim_v)},
-      {"page_size", text(local.page_size), text(remote.page_size)},
-      {"format", pages::name_of(local.format), pages::name_of(remote.format)},
-      {"layout", layout_of(local), layout_of(remote)},
-  };
-  for (const auto& f : fields) {
-    if (f.local != f.remote) {
-      return Error{ErrorCode::kUnsupported,
-                   text("grant: the receiver's pages have ", f.name, "=", f.remote,
-                        ", the sender's have ", f.local, "; both sides must be equal")};
-    }
-  }
-  return {};
 }
 
 }  // namespace kvcore::stream

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "base/printable.h"
 #include "base/text.h"
 #include "stream/bytes.h"
 
@@ -9,7 +10,7 @@ namespace kvcore::stream {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x4d53564bu;  // "KVSM"
-constexpr std::uint8_t kVersion = 1;
+constexpr std::uint8_t kVersion = 2;
 
 Error corrupt(const std::string& why) {
   return {ErrorCode::kCorrupt, text("stream message: ", why)};
@@ -23,11 +24,12 @@ std::vector<std::byte> StreamMessage::encode() const {
   w.put(kVersion);
   w.put(static_cast<std::uint8_t>(kind));
   w.put_raw(request_id.bytes);
+  w.put(grant.id);
+  w.put(grant.generation);
   switch (kind) {
     case MessageKind::kOpen:
-      w.put(grant.id);
-      w.put(grant.generation);
       w.put_raw(host);
+      w.put(static_cast<std::uint8_t>(makes_sums));
       break;
     case MessageKind::kMark:
       w.put(at_ns);
@@ -41,6 +43,10 @@ std::vector<std::byte> StreamMessage::encode() const {
     case MessageKind::kReceiverAbort:
       w.put(static_cast<std::uint8_t>(code));
       w.put_string(std::string_view(reason).substr(0, kMaxReasonBytes));
+      break;
+    case MessageKind::kSums:
+      w.put(tag_of(run));
+      for (const std::uint64_t sum : sums) w.put(sum);
       break;
     case MessageKind::kDone:
       break;
@@ -59,12 +65,13 @@ Result<StreamMessage> StreamMessage::decode(std::span<const std::byte> bytes) {
     if (part.size() == 16) std::memcpy(to.data(), part.data(), 16);
   };
   copy16(m.request_id.bytes);
+  m.grant.id = r.get<std::uint64_t>();
+  m.grant.generation = r.get<std::uint64_t>();
   m.kind = static_cast<MessageKind>(kind);
   switch (m.kind) {
     case MessageKind::kOpen:
-      m.grant.id = r.get<std::uint64_t>();
-      m.grant.generation = r.get<std::uint64_t>();
       copy16(m.host);
+      m.makes_sums = r.get<std::uint8_t>() != 0;
       break;
     case MessageKind::kMark:
       m.at_ns = r.get<std::int64_t>();
@@ -79,9 +86,15 @@ Result<StreamMessage> StreamMessage::decode(std::span<const std::byte> bytes) {
       const auto code = r.get<std::uint8_t>();
       if (code > static_cast<std::uint8_t>(kLastErrorCode)) return corrupt("unknown code");
       m.code = static_cast<ErrorCode>(code);
-      m.reason = r.get_string(kMaxReasonBytes);
+      m.reason = printable(r.get_string(kMaxReasonBytes));
       break;
     }
+    case MessageKind::kSums:
+      m.run = run_of(r.get<std::uint64_t>());
+      if (m.run.count < 1 || m.run.count > kMaxSumsPerMessage) return corrupt("sums out of range");
+      for (std::int32_t i = 0; i < m.run.count && r.ok(); ++i)
+        m.sums.push_back(r.get<std::uint64_t>());
+      break;
     case MessageKind::kDone:
       break;
     default:

@@ -9,11 +9,13 @@
 namespace kvcore::stream {
 
 SendPort::SendPort(std::uint64_t sender, const RequestId& id, const Shape& shape,
-                   std::int64_t first_token, const PagesView* pages, std::shared_ptr<Inbox> inbox)
+                   std::int64_t first_token, std::int32_t layer_begin, const PagesView* pages,
+                   std::shared_ptr<Inbox> inbox)
     : sender_(sender),
       id_(id),
       shape_(shape),
       first_token_(first_token),
+      layer_begin_(layer_begin),
       pages_(pages),
       inbox_(std::move(inbox)) {
   published_.resize(static_cast<std::size_t>(shape.num_slices()));
@@ -26,17 +28,18 @@ void SendPort::send_run(const SliceRun& run) {
 
 Status SendPort::publish_locked(const SliceRun& run) {
   if (!shape_.contains(run)) {
-    return invalid_argument(text("layer=", run.layer, ", pages ", run.first, " + ", run.count,
-                                 " must lie inside [0, ", shape_.num_layers, ") and [0, ",
-                                 shape_.num_slots, ")"));
+    return invalid_argument(text("layer=", layer_begin_ + run.layer, ", pages ", run.first, " + ",
+                                 run.count, " must lie inside [", layer_begin_, ", ",
+                                 layer_begin_ + shape_.num_layers, ") and [0, ", shape_.num_slots,
+                                 ")"));
   }
   const auto base =
       static_cast<std::size_t>(run.layer) * static_cast<std::size_t>(shape_.num_slots);
   const auto begin = published_.begin() + static_cast<std::ptrdiff_t>(base) + run.first;
   const auto end = begin + run.count;
   if (std::find(begin, end, true) != end) {
-    return invalid_argument(text("layer=", run.layer, ": some of pages ", run.first, " + ",
-                                 run.count, " were published before"));
+    return invalid_argument(text("layer=", layer_begin_ + run.layer, ": some of pages ", run.first,
+                                 " + ", run.count, " were published before"));
   }
   std::fill(begin, end, true);
   num_published_ += run.count;
@@ -45,7 +48,7 @@ Status SendPort::publish_locked(const SliceRun& run) {
 
 Status SendPort::publish(std::int32_t layer, std::int32_t first, std::int32_t count,
                          std::int32_t valid_last) {
-  const SliceRun run{layer, first, count};
+  const SliceRun run{layer - layer_begin_, first, count};
   const std::lock_guard lock(mu_);
   if (shape_.contains(run)) {
     const std::int32_t want = shape_.valid_tokens(first + count - 1);
@@ -72,11 +75,24 @@ Status SendPort::push_cached(std::int32_t first, std::int32_t count) {
   return {};
 }
 
-Status SendPort::publish_upto(std::int32_t layer, std::int64_t end_token) {
-  if (layer < 0 || layer >= shape_.num_layers) {
-    return invalid_argument(text("layer=", layer, " must be in [0, ", shape_.num_layers, ")"));
-  }
+Status SendPort::push_cached_upto(std::int64_t end_token) {
   const std::lock_guard lock(mu_);
+  for (std::int32_t layer = 0; layer < shape_.num_layers; ++layer)
+    KVCORE_RETURN_IF_ERROR(publish_upto_locked(layer, end_token));
+  return {};
+}
+
+Status SendPort::publish_upto(std::int32_t layer, std::int64_t end_token) {
+  if (layer < 0 || layer >= pages_->num_layers) {
+    return invalid_argument(text("layer=", layer, " must be in [0, ", pages_->num_layers, ")"));
+  }
+  const std::int32_t own = layer - layer_begin_;
+  if (own < 0 || own >= shape_.num_layers) return {};
+  const std::lock_guard lock(mu_);
+  return publish_upto_locked(own, end_token);
+}
+
+Status SendPort::publish_upto_locked(std::int32_t layer, std::int64_t end_token) {
   const std::int32_t ready = shape_.ready_slots(end_token - first_token_);
   auto& cursor = cursor_[static_cast<std::size_t>(layer)];
   const auto base = static_cast<std::size_t>(layer) * static_cast<std::size_t>(shape_.num_slots);

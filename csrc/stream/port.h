@@ -1,6 +1,7 @@
 // SendPort: the compute thread's side of one outgoing hand-over. Calls are checked here, at once;
 // what passes goes to the I/O thread by the inbox, so no call waits for a peer or a queue. A slice
-// is published once, when all its tokens are in place; from then on the caller must not write the
+// is published once, when all its tokens are in place: layers are this side's own, pages those of
+// the receiver, which may have another size; from then on the caller must not write the
 // page until the hand-over has ended (pages are held by io refs, so freeing them early is safe).
 // Thread rules: every method from any thread. Units: tokens, bytes, nanoseconds.
 #pragma once
@@ -28,7 +29,7 @@ class SendPort {
   };
 
   SendPort(std::uint64_t sender, const RequestId& id, const Shape& shape, std::int64_t first_token,
-           const PagesView* pages, std::shared_ptr<Inbox> inbox);
+           std::int32_t layer_begin, const PagesView* pages, std::shared_ptr<Inbox> inbox);
 
   // Slots [first, first + count) of `layer` are in place. valid_last: tokens in the last of them,
   // page_size unless it is the last slot of the hand-over, where it must be what the grant says.
@@ -36,9 +37,11 @@ class SendPort {
                  std::int32_t valid_last);
   // All layers of these slots (pages found in a prefix cache).
   Status push_cached(std::int32_t first, std::int32_t count);
+  // All layers of what lies before token `end` of the sequence.
+  Status push_cached_upto(std::int64_t end_token);
   // The sequence's KV of `layer` is in place up to token `end` (of the sequence, exclusive):
-  // publishes the slots that are whole by now and were not published before. Cheap: for the op of
-  // each layer.
+  // publishes the slots that are whole by now and were not published before. Layers that
+  // the hand-over does not send are passed over. Cheap: for the op of each layer.
   Status publish_upto(std::int32_t layer, std::int64_t end_token);
   // The last attention of prefill ended at at_ns (CLOCK_MONOTONIC). Once; later calls are ignored.
   void mark(std::int64_t at_ns);
@@ -57,12 +60,14 @@ class SendPort {
 
  private:
   Status publish_locked(const SliceRun& run);
+  Status publish_upto_locked(std::int32_t layer, std::int64_t end_token);
   void send_run(const SliceRun& run);
 
   const std::uint64_t sender_;
   const RequestId id_;
   const Shape shape_;
   const std::int64_t first_token_;
+  const std::int32_t layer_begin_;  // this side's layer that is the shape's layer 0
   const PagesView* const pages_;
   const std::shared_ptr<Inbox> inbox_;
   mutable std::mutex mu_;

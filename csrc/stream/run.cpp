@@ -45,22 +45,53 @@ SliceRun run_of(std::uint64_t tag) noexcept {
           static_cast<std::int32_t>(tag & kSlotMask)};
 }
 
-std::vector<transport::Segment> segments_of(const SliceRun& run, std::int64_t slice_bytes,
+std::int64_t Shape::bytes_of(const SliceRun& run) const noexcept {
+  std::int64_t bytes = 0;
+  for (std::int32_t slot = run.first; slot < run.first + run.count; ++slot)
+    bytes += bytes_of(run.layer, slot);
+  return bytes;
+}
+
+std::int64_t Shape::kv_bytes() const noexcept {
+  const auto compressed = std::count(sealed.begin(), sealed.end(), true);
+  std::int64_t bytes = num_layers * (num_slots - compressed) * slice_bytes;
+  for (const std::int64_t layer : sealed_bytes) bytes += compressed * layer;
+  return bytes;
+}
+
+namespace {
+
+void add_segment(std::vector<transport::Segment>& out, std::int64_t from, std::int64_t to,
+                 std::int64_t bytes) {
+  const transport::Segment next{static_cast<std::uint64_t>(from), static_cast<std::uint64_t>(to),
+                                static_cast<std::uint64_t>(bytes)};
+  if (!out.empty() && out.back().local_offset + out.back().bytes == next.local_offset &&
+      out.back().remote_offset + out.back().bytes == next.remote_offset) {
+    out.back().bytes += next.bytes;
+  } else {
+    out.push_back(next);
+  }
+}
+
+}  // namespace
+
+std::vector<transport::Segment> segments_of(const SliceRun& run, const Shape& shape,
                                             const Placement& local, const Placement& remote) {
   std::vector<transport::Segment> out;
-  const auto bytes = static_cast<std::uint64_t>(slice_bytes);
+  for (std::int32_t slot = run.first; slot < run.first + run.count; ++slot)
+    add_segment(out, local.at(slot, run.layer), remote.at(slot, run.layer),
+                shape.bytes_of(run.layer, slot));
+  return out;
+}
+
+std::vector<transport::Segment> staged_segments(const SliceRun& run, const Shape& shape,
+                                                std::int64_t local_offset,
+                                                const Placement& remote) {
+  std::vector<transport::Segment> out;
   for (std::int32_t slot = run.first; slot < run.first + run.count; ++slot) {
-    const auto i = static_cast<std::size_t>(slot);
-    const auto from =
-        static_cast<std::uint64_t>(local.offsets[i] + run.layer * local.layer_stride_bytes);
-    const auto to =
-        static_cast<std::uint64_t>(remote.offsets[i] + run.layer * remote.layer_stride_bytes);
-    if (!out.empty() && out.back().local_offset + out.back().bytes == from &&
-        out.back().remote_offset + out.back().bytes == to) {
-      out.back().bytes += bytes;
-    } else {
-      out.push_back({from, to, bytes});
-    }
+    const std::int64_t bytes = shape.bytes_of(run.layer, slot);
+    add_segment(out, local_offset, remote.at(slot, run.layer), bytes);
+    local_offset += bytes;
   }
   return out;
 }
@@ -68,10 +99,10 @@ std::vector<transport::Segment> segments_of(const SliceRun& run, std::int64_t sl
 std::vector<transport::Range> ranges_of(const Shape& shape, const Placement& place) {
   std::vector<transport::Range> all;
   all.reserve(static_cast<std::size_t>(shape.num_slices()));
-  for (const std::int64_t offset : place.offsets) {
-    for (std::int64_t layer = 0; layer < shape.num_layers; ++layer) {
-      all.push_back({static_cast<std::uint64_t>(offset + layer * place.layer_stride_bytes),
-                     static_cast<std::uint64_t>(shape.slice_bytes)});
+  for (std::int32_t slot = 0; slot < shape.num_slots; ++slot) {
+    for (std::int32_t layer = 0; layer < shape.num_layers; ++layer) {
+      all.push_back({static_cast<std::uint64_t>(place.at(slot, layer)),
+                     static_cast<std::uint64_t>(shape.bytes_of(layer, slot))});
     }
   }
   std::sort(all.begin(), all.end(), [](auto& a, auto& b) { return a.offset < b.offset; });

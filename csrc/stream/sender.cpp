@@ -7,13 +7,14 @@
 namespace kvcore::stream {
 
 Sender::Sender(const RequestId& id, const Shape& shape, transport::GrantRef grant, HostId host,
-               std::int64_t deadline_ns, SenderLimits limits)
+               std::int64_t deadline_ns, SenderLimits limits, bool makes_sums)
     : id_(id),
       shape_(shape),
       grant_(grant),
       host_(host),
       deadline_ns_(deadline_ns),
-      limits_(limits) {}
+      limits_(limits),
+      makes_sums_(makes_sums) {}
 
 std::vector<Sender::Action> Sender::take_actions() { return std::exchange(actions_, {}); }
 
@@ -21,8 +22,8 @@ void Sender::on_up() {
   if (state_ != State::kConnecting && !farewell_) return;
   up_ = true;
   StreamMessage open = message(MessageKind::kOpen);
-  open.grant = grant_;
   open.host = host_;
+  open.makes_sums = makes_sums_;
   actions_.push_back(Send{std::move(open)});
   if (farewell_) {
     actions_.push_back(Send{*std::exchange(farewell_, std::nullopt)});
@@ -62,18 +63,25 @@ void Sender::commit(std::vector<std::byte> payload, std::int64_t at_ns) {
   commit_if_sent();
 }
 
+// How many slots of one kind from the front of a run fit; at least one.
+std::int64_t Sender::take_slots(const SliceRun& from, std::int64_t max_bytes) const {
+  std::int64_t slots = 0, bytes = 0;
+  for (; slots < from.count; ++slots) {
+    const auto slot = static_cast<std::int32_t>(from.first + slots);
+    bytes += shape_.bytes_of(from.layer, slot);
+    const bool fits = bytes <= max_bytes && shape_.is_sealed(slot) == shape_.is_sealed(from.first);
+    if (slots > 0 && !fits) break;  // a slice larger than a limit still has to go
+  }
+  return slots;
+}
+
 std::optional<SliceRun> Sender::next_write() {
   if (state_ != State::kStreaming || revoked_ || queue_.empty()) return std::nullopt;
-  const std::int64_t room = limits_.max_inflight_bytes - inflight_bytes_;
-  const std::int64_t bytes = std::min(room, limits_.max_write_bytes);
-  std::int64_t slices = bytes / shape_.slice_bytes;
-  if (slices < 1) {
-    if (inflight_bytes_ > 0 && room < shape_.slice_bytes) return std::nullopt;
-    slices = 1;  // a slice larger than a limit still has to go
-  }
   SliceRun& front = queue_.front();
+  const std::int64_t room = limits_.max_inflight_bytes - inflight_bytes_;
+  if (inflight_bytes_ > 0 && room < shape_.bytes_of(front.layer, front.first)) return std::nullopt;
   SliceRun out = front;
-  out.count = static_cast<std::int32_t>(std::min<std::int64_t>(slices, front.count));
+  out.count = static_cast<std::int32_t>(take_slots(front, std::min(room, limits_.max_write_bytes)));
   front.first += out.count;
   front.count -= out.count;
   if (front.count == 0) queue_.pop_front();
@@ -81,7 +89,7 @@ std::optional<SliceRun> Sender::next_write() {
 }
 
 void Sender::on_posted(transport::OpId op, const SliceRun& run) {
-  const std::int64_t bytes = run.count * shape_.slice_bytes;
+  const std::int64_t bytes = shape_.bytes_of(run);
   inflight_[op] = bytes;
   inflight_bytes_ += bytes;
   posted_slices_ += run.count;

@@ -51,7 +51,7 @@ class Sender {
   using Action = std::variant<Send, CancelWrite, ReleasePages, Ended>;
 
   Sender(const RequestId& id, const Shape& shape, transport::GrantRef grant, HostId host,
-         std::int64_t deadline_ns, SenderLimits limits);
+         std::int64_t deadline_ns, SenderLimits limits, bool makes_sums = true);
 
   void on_up();
   // Runs come validated: inside the shape, each slice once.
@@ -60,8 +60,8 @@ class Sender {
   void commit(std::vector<std::byte> payload, std::int64_t at_ns);
   void abort(Error error);
 
-  // The next write to post, if the limits and the state allow one; the owner answers with
-  // on_posted or on_refused before asking again.
+  // The next write to post, if the limits and the state allow one: slots that are all open or all
+  // sealed. The owner answers with on_posted or on_refused before asking again.
   std::optional<SliceRun> next_write();
   void on_posted(transport::OpId op, const SliceRun& run);
   void on_refused(Error error);
@@ -80,13 +80,17 @@ class Sender {
   std::int64_t inflight_bytes() const noexcept { return inflight_bytes_; }
   std::int64_t deadline_ns() const noexcept { return deadline_ns_; }
   const RequestId& id() const noexcept { return id_; }
+  transport::GrantRef grant() const noexcept { return grant_; }
   const Shape& shape() const noexcept { return shape_; }
 
  private:
   void commit_if_sent();
   void end(State state, Status status);
   void release_if_idle();
-  StreamMessage message(MessageKind kind) const { return {.kind = kind, .request_id = id_}; }
+  std::int64_t take_slots(const SliceRun& from, std::int64_t max_bytes) const;
+  StreamMessage message(MessageKind kind) const {
+    return {.kind = kind, .request_id = id_, .grant = grant_};
+  }
 
   const RequestId id_;
   const Shape shape_;
@@ -94,6 +98,7 @@ class Sender {
   const HostId host_;
   std::int64_t deadline_ns_;
   const SenderLimits limits_;
+  const bool makes_sums_;
   State state_ = State::kConnecting;
   Status status_;
   bool up_ = false;

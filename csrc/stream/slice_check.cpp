@@ -37,16 +37,37 @@ std::uint64_t slice_checksum(std::span<const std::byte> slice) {
   return checksum_of(load_header(slice.data()), slice.subspan(sizeof(SliceHeader)));
 }
 
-SliceHeader expected_header(const pages::PageSpecOptions& spec, std::uint32_t class_id,
+SliceHeader expected_header(Format format, LayoutId layout, std::uint32_t class_id,
                             std::int32_t layer, std::int32_t valid_tokens) {
   SliceHeader h{};
   h.magic = kSliceMagic;
   h.class_id = class_id;
   h.layer = static_cast<std::uint16_t>(layer);
   h.valid_tokens = static_cast<std::uint16_t>(valid_tokens);
-  h.format = spec.format;
-  h.layout = spec.layout;
+  h.format = format;
+  h.layout = layout;
   return h;
+}
+
+void write_header(std::span<std::byte> slice, SliceHeader header, bool sum) {
+  header.checksum = sum ? checksum_of(header, slice.subspan(sizeof(header))) : 0;
+  std::memcpy(slice.data(), &header, sizeof(header));
+}
+
+void SliceSums::put(const SliceRun& run, std::span<const std::uint64_t> sums) {
+  for (std::int32_t i = 0; i < run.count; ++i)
+    sums_.emplace(std::pair(run.layer, run.first + i), sums[static_cast<std::size_t>(i)]);
+}
+
+bool SliceSums::has(const SliceRun& run) const {
+  for (std::int32_t slot = run.first; slot < run.first + run.count; ++slot) {
+    if (!sums_.contains({run.layer, slot})) return false;
+  }
+  return true;
+}
+
+std::uint64_t SliceSums::at(std::int32_t layer, std::int32_t slot) const {
+  return sums_.at({layer, slot});
 }
 
 SliceStamper::SliceStamper(std::shared_ptr<pages::Pool> pool, bool checksums)
@@ -70,7 +91,8 @@ void SliceStamper::stamp(std::span<const std::int32_t> pages, const Placement& p
     const bool full = valid == shape.page_size;
     std::byte* slice = pool_->view().arena + place.offsets[static_cast<std::size_t>(slot)] +
                        run.layer * place.layer_stride_bytes;
-    SliceHeader h = expected_header(spec, 0, run.layer, valid);  // open pages, in any run
+    SliceHeader h =
+        expected_header(spec.format, spec.layout, 0, run.layer, valid);  // open pages, in any run
     if (full && memo == key && key != 0 && is_stamped(slice, h, checksums_)) continue;
     if (checksums_) h.checksum = checksum_of(h, std::span(slice, bytes).subspan(sizeof(h)));
     if (std::memcmp(slice, &h, sizeof(h)) != 0) std::memcpy(slice, &h, sizeof(h));

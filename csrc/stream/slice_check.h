@@ -10,8 +10,10 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/page_layout.h"
@@ -31,15 +33,28 @@ inline constexpr std::int64_t kSampleEvery = 16;
 // xxh3-64 over the slice with its checksum field as 0; never 0, which means "not summed".
 std::uint64_t slice_checksum(std::span<const std::byte> slice);
 
-// What the header of (layer, slot) must say.
-SliceHeader expected_header(const pages::PageSpecOptions& spec, std::uint32_t class_id,
+// What the header of (layer, slot) must say. format: of the page's first K block.
+SliceHeader expected_header(Format format, LayoutId layout, std::uint32_t class_id,
                             std::int32_t layer, std::int32_t valid_tokens);
+// Puts a header on a slice whose body is in place; sum: with its checksum.
+void write_header(std::span<std::byte> slice, SliceHeader header, bool sum);
+
+// The sums of slices that come without headers: told by a message before or after the bytes.
+class SliceSums {
+ public:
+  void put(const SliceRun& run, std::span<const std::uint64_t> sums);
+  bool has(const SliceRun& run) const;
+  std::uint64_t at(std::int32_t layer, std::int32_t slot) const;  // of a slice it has
+
+ private:
+  std::map<std::pair<std::int32_t, std::int32_t>, std::uint64_t> sums_;  // (layer, slot)
+};
 
 class SliceStamper {
  public:
   SliceStamper(std::shared_ptr<pages::Pool> pool, bool checksums);
-  // pages, place: [shape.num_slots]; stamps the slices of the run, where they lay when the hand-over
-  // began. Tokens of the run must all be in place.
+  // pages, place: [shape.num_slots]; stamps the slices of the run, where they lay when the
+  // hand-over began. Tokens of the run must all be in place.
   void stamp(std::span<const std::int32_t> pages, const Placement& place, const Shape& shape,
              const SliceRun& run);
 

@@ -3,6 +3,7 @@
 // Transport  one per process (or per endpoint): regions, grants, listeners, links, one event queue.
 // Link       one peer: two-sided send of messages, one-sided write and read against its grants.
 // Schemes    "tcp:HOST:PORT" ("tcp:127.0.0.1:0" picks a port, "tcp:[::1]:0" is IPv6),
+//            "rdma:HOST:PORT" (a session over tcp, the payload by RDMA writes and reads),
 //            "shm:/path.sock" (same host, same user), "loopback:NAME" (one process,
 //            deterministic; loopback.h). One Transport serves several schemes at a time.
 //
@@ -172,7 +173,7 @@ using Digest = std::array<std::byte, 32>;  // all zero = none
 
 struct LinkInfo {
   LinkId id;
-  std::string scheme;  // "loopback", "shm", "tcp"
+  std::string scheme;  // "loopback", "shm", "tcp", "rdma"
   std::string peer_address;
   // What the peer told inside the handshake (TransportOptions), once Up.
   std::string peer_identity;
@@ -216,10 +217,20 @@ class Link {
 
 // What a receiver lets its peers have under way towards it: payload that has not landed, messages
 // and arrivals (64 bytes each) that were not polled, reads that were not served. Past it the peer
-// waits; its keep-alive and the results of operations do not. loopback: steps are the pace.
+// waits; its keep-alive and the results of operations do not. rdma: messages and arrivals only,
+// since payload lands in granted memory and reads ask the owner for nothing. loopback: steps are
+// the pace.
 struct Credits {
   std::uint64_t per_link_bytes = 8UL * 1024 * 1024;
   std::uint64_t total_bytes = 64UL * 1024 * 1024;  // over all links, in equal shares
+};
+
+// Of links with "rdma:" addresses.
+struct RdmaOptions {
+  std::vector<std::string> devices;  // empty = every active port that reaches the peer
+  int gid_index = -1;                // -1 = chosen for the peer's address
+  std::uint8_t traffic_class = 106;  // DSCP 26, ECN capable
+  std::uint8_t service_level = 0;    // [0, 15]
 };
 
 struct TransportOptions {
@@ -241,6 +252,7 @@ struct TransportOptions {
   // tcp: one connection per priority class, so that no byte of a lower class stands before a higher
   // one in a socket; false on either side: one connection for all classes.
   bool tcp_connection_per_class = true;
+  RdmaOptions rdma;
 
   // Injected; null = the system's. Both must outlive the transport. What waits in the operating
   // system (sockets, handshakes) wakes up in real time and then looks at this clock.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/printable.h"
 #include "base/text.h"
 
 namespace kvcore::wire {
@@ -47,7 +48,7 @@ Result<Session> Session::make(AuthSession::Side side, Bytes key, std::string_vie
 
 std::string Session::peer_role() const {
   const auto& hello = auth_.peer_hello();
-  return {reinterpret_cast<const char*>(hello.data()), hello.size()};
+  return printable({reinterpret_cast<const char*>(hello.data()), hello.size()});
 }
 
 Status Session::check_header(Bytes data) const {

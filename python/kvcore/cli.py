@@ -1,4 +1,4 @@
-"""The ``kvcore`` command: serve, worker, run, demo, info.
+"""The ``kvcore`` command: serve, worker, run, demo, info, bench.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or a model that cannot be had.
 """
@@ -137,9 +137,34 @@ def _parser() -> argparse.ArgumentParser:
         help="per answer (default: 48)",
     )
 
+    bench = command("bench", "Measure what this machine can do.")
+    what = bench.add_subparsers(dest="what", required=True, metavar="WHAT", help="link")
+    _add_bench_link(what)
+
     info = command("info", "Show what this build and machine can do.")
     info.add_argument("--json", action="store_true", help="as one JSON object")
     return parser
+
+
+def _add_bench_link(what: Any) -> None:
+    text = "Latency and bandwidth of the links between two processes or hosts."
+    link = what.add_parser(
+        "link",
+        help=text,
+        description=f"{text} Host A: --a tcp:0.0.0.0:7000; host B: --b tcp:A:7000. Without either, "
+        "two processes of this host over every link.",
+        allow_abbrev=False,
+    )
+    for side, verb in (("--a", "serve at"), ("--b", "measure against")):
+        link.add_argument(
+            side, action="append", default=[], metavar="ADDRESS",
+            help=f"{verb} tcp:HOST:PORT or shm:/path.sock; may be repeated",
+        )  # fmt: skip
+    link.add_argument("--key-file", default="", metavar="FILE", help="32 bytes, on both sides")
+    link.add_argument("--json", action="store_true", help="as one JSON object")
+    link.add_argument(
+        "--repetitions", type=_within(int, 1, 1000), default=5, metavar="N", help="(default: 5)"
+    )
 
 
 def _add_sampling(run: argparse.ArgumentParser) -> None:
@@ -386,7 +411,26 @@ def _info(options: dict[str, Any]) -> int:
     return code
 
 
-_COMMANDS = {"serve": _serve, "worker": _worker, "run": _run, "demo": _demo, "info": _info}
+def _bench(options: dict[str, Any]) -> int:
+    from kvcore import bench_link
+
+    return bench_link.run(
+        options["a"],
+        options["b"],
+        options["key_file"],
+        options["json"],
+        options["repetitions"],
+    )
+
+
+_COMMANDS = {
+    "serve": _serve,
+    "worker": _worker,
+    "run": _run,
+    "demo": _demo,
+    "info": _info,
+    "bench": _bench,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

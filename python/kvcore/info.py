@@ -87,15 +87,12 @@ def _cuda() -> dict[str, Any]:
 
 
 def _rdma() -> dict[str, Any]:
+    from kvcore._core import transport
+
     devices = Path("/sys/class/infiniband")
     names = sorted(p.name for p in devices.iterdir()) if devices.is_dir() else []
-    try:
-        ctypes.CDLL("libibverbs.so.1")
-        library = "libibverbs is there"
-    except OSError as error:
-        library = f"no libibverbs ({error})"
-    seen = f"devices {', '.join(names)}" if names else "no devices"
-    return _answer(False, f"this build has no RDMA link; {seen}, {library}")
+    missing = transport.rdma_missing()
+    return _answer(not missing, missing or f"devices {', '.join(names)}")
 
 
 def _huge_pages() -> dict[str, Any]:

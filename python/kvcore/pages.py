@@ -77,7 +77,9 @@ class Pool(_core.pages.Pool):
 
     ``page_ids=0`` makes as many ids as the frames have pages; compressed pages need more, see
     :func:`page_ids_for`. ``alloc(n)`` gives whole frames; ``alloc(n, run_pages=1)`` single pages,
-    whose bytes come free one by one as they are compressed (``kvcore.compress``). Raises
+    whose bytes come free one by one as they are compressed (``kvcore.compress``);
+    ``alloc_in_class(n, class_number)`` pages that are compressed from the start, to be filled by a
+    hand-over (``kvcore.stream``). Raises
     InvalidArgument for values out of range and IoError where memory cannot be had.
     """
 

@@ -9,6 +9,11 @@ when every slice of every layer and the commit have arrived, or "failed". All la
     ...                                               step = LayerStep(plan, [(sender, 0)])
     for event in ep.poll(): ...                       ...; sender.commit(payload)
 
+Unlike workers: a prefill group of several ranks sends in shares, each rank the layers and KV heads
+it holds (:func:`plan_shares`, ``grant(shares=...)``, ``open(share=...)``). Page size, layout and
+element format may differ; where the granted pages are of a compressed class, the sender encodes
+them on the way, to the bytes that sealing them there would make.
+
 Pages in flight are held by io refs, so their owners may drop them at any time; a released or failed
 hand-over is fenced first: when ``release`` returns, no byte can land in its pages. See
 ``csrc/stream``.
@@ -20,12 +25,12 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvcore import _core
 from kvcore.errors import InvalidArgument
 from kvcore.kernels import AttentionPlan
-from kvcore.pages import Pool
+from kvcore.pages import PageSpec, Pool
 
 __all__ = [
     "Endpoint",
@@ -33,14 +38,62 @@ __all__ = [
     "LayerStep",
     "LoopbackHub",
     "Sender",
+    "Share",
+    "Side",
     "StreamStats",
     "describe_grant",
+    "heads_of_rank",
+    "plan_shares",
 ]
 
 Sender = _core.stream.Sender
 LoopbackHub = _core.stream.LoopbackHub
 
 _CHECKSUMS = {"off": 0, "sampled": 1, "all": 2}
+
+
+class Share(NamedTuple):
+    """What one sender gives of a receiver's pages; layers and KV heads as the model counts them."""
+
+    layer_begin: int
+    num_layers: int
+    head_begin: int
+    num_heads: int
+
+
+class Side(NamedTuple):
+    """What a worker's pages hold: ``spec``'s layers and KV heads, from these of the model on."""
+
+    spec: PageSpec
+    layer_begin: int = 0
+    head_begin: int = 0
+
+
+def heads_of_rank(num_kv_heads: int, tp_degree: int, tp_rank: int) -> tuple[int, int]:
+    """First KV head and number of KV heads that a rank of tensor parallelism holds.
+
+    An equal share, or one head where there are more ranks than heads (ranks are replicas then).
+
+    Raises:
+        Unsupported: neither number divides the other.
+    """
+    return _core.stream.heads_of_rank(num_kv_heads, tp_degree, tp_rank)
+
+
+def plan_shares(
+    senders: Sequence[Side], receiver: Side, spread: int = 0
+) -> list[tuple[int, Share]]:
+    """Which sender (index) gives what of all that ``receiver`` holds; each head of each layer once.
+
+    Args:
+        spread: any number, such as the receiver's rank: of several senders with the same heads it
+            chooses one, so that not all receivers read the first.
+
+    Raises:
+        Unsupported: head_dims or latent differ, or no sender holds a layer or head; names it.
+    """
+    plan = _core.stream.plan_shares(list(senders), receiver, spread % 2**32)
+    return [(sender, Share(*share)) for sender, share in plan]
 
 
 @dataclass(frozen=True)
@@ -91,6 +144,7 @@ class EndpointStats:
         dropped: events for unknown or finished hand-overs, messages that do not parse.
         fallbacks: connections made to another address than the preferred one (allow_fallback).
         refs_lost: must be 0.
+        staged_bytes: of converted slices that have not arrived yet.
         links: addresses of the outgoing links that are up.
     """
 
@@ -106,6 +160,7 @@ class EndpointStats:
     dropped: int
     fallbacks: int
     refs_lost: int
+    staged_bytes: int
     links: tuple[str, ...]
 
 
@@ -129,6 +184,9 @@ class Endpoint(_core.stream.Endpoint):
         keepalive_s: a peer silent this long is dead.
         hub: for "loopback:" addresses (tests): endpoints of one process on one LoopbackHub.
         flip_slice: tests only: flips one bit of the n-th run of slices that arrives; 0 = none.
+        layer_begin, head_begin: the layer and KV head of the model that are the pool's first.
+        staging_bytes: memory for slices that are converted before they are sent, of all
+            hand-overs; made when first needed. What does not fit waits.
 
     Raises:
         InvalidArgument: a value out of range, or a tcp address that is not loopback without a key.
@@ -151,6 +209,9 @@ class Endpoint(_core.stream.Endpoint):
         keepalive_s: float = 2.0,
         hub: LoopbackHub | None = None,
         flip_slice: int = 0,
+        layer_begin: int = 0,
+        head_begin: int = 0,
+        staging_bytes: int = 32 << 20,
     ) -> None:
         if checksums not in _CHECKSUMS:
             raise InvalidArgument(f"checksums='{checksums}' is unknown: allowed off, sampled, all")
@@ -167,6 +228,9 @@ class Endpoint(_core.stream.Endpoint):
             keepalive_s,
             hub,
             flip_slice,
+            layer_begin,
+            head_begin,
+            staging_bytes,
         )
         self.pool = pool
 
@@ -177,33 +241,42 @@ class Endpoint(_core.stream.Endpoint):
         num_tokens: int,
         first_token: int = 0,
         deadline_s: float = 60.0,
+        shares: Sequence[tuple[int, int, int, int]] = (),
     ) -> bytes:
-        """Lets one sender write these pages. They hold io refs until the hand-over has ended.
+        """Lets senders write these pages. They hold io refs until the hand-over has ended.
 
         Args:
             request_id: 16 random bytes, the name of the hand-over.
-            pages: ids in token order, exactly ceil(num_tokens / page_size) of them.
+            pages: ids in token order, exactly ceil(num_tokens / page_size) of them: open ones, and
+                those of one compressed class (``Pool.alloc_in_class``), which must be full and are
+                sealed when the hand-over is complete.
             num_tokens: of the range; the last page may be partly filled.
             first_token: where the range starts in the sequence, a multiple of page_size.
             deadline_s: seconds from now; then the hand-over fails with Timeout.
+            shares: what each of several senders gives (:class:`Share`), together all that this pool
+                holds; empty: one sender gives all. Complete: every share is, and committed.
 
         Returns:
             The grant for :meth:`open` on the prefill side. Who holds it may write these pages.
         """
-        return super().grant(request_id, list(pages), num_tokens, first_token, deadline_s)
+        return super().grant(
+            request_id, list(pages), num_tokens, first_token, deadline_s, list(shares)
+        )
 
-    def open(self, grant: bytes, pages: Sequence[int]) -> Sender:
+    def open(self, grant: bytes, pages: Sequence[int], share: int = 0) -> Sender:
         """Starts a hand-over to the endpoint that made ``grant``; connects in the background.
 
         Args:
-            pages: this side's page ids of the same token range, in order. They need not be computed
-                yet; each is published when it is.
+            pages: this side's page ids from the one with the grant's first token to the one with
+                its last, in order. They need not be computed yet; each is published when it is.
+            share: which of the grant's shares this side gives.
 
         Raises:
-            Corrupt: not a grant. Unsupported: the layouts differ (names the field), or no address
-            can be used from here. InvalidArgument: a wrong number of pages, or opened already.
+            Corrupt: not a grant. Unsupported: KV that cannot become the receiver's (names the
+            field), a share that this side does not hold, or no address that can be used from here.
+            InvalidArgument: a wrong number of pages, or opened already.
         """
-        return super().open(grant, list(pages))
+        return super().open(grant, list(pages), share)
 
     def release(self, request_id: bytes) -> bool:
         """Ends a granted hand-over on this side: fence, io refs back, the sender is told.
@@ -290,8 +363,8 @@ class LayerStep(_core.stream.LayerStep):
 
 
 def describe_grant(grant: bytes) -> dict[str, Any]:
-    """What a grant says: request_id, first_token, num_tokens, num_pages, kv_bytes, ttl_s and
-    addresses.
+    """What a grant says: request_id, first_token, num_tokens, num_pages, sealed_pages, shares,
+    kv_bytes, ttl_s and addresses.
 
     Raises:
         Corrupt: not a grant, cut short, or with fields out of range.

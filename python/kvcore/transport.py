@@ -51,7 +51,7 @@ _SLICE_S = 0.02  # another thread may have taken the event this one waits for
 _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1033, 2, 4, 16
 
 T = TypeVar("T")
-Segments = Iterable[tuple[int, int, int]]
+Segments = Iterable[tuple[int, int, int]] | Any  # or an int64 array [n, 3]
 
 
 def _error(outcome: tuple[str | None, str]) -> errors.KvcoreError | None:
@@ -129,6 +129,22 @@ class Region:
             self.id, list(ranges or [(0, self.nbytes)]), _RIGHTS[rights], expires, peer
         )
         return Grant(self._transport, token)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The memory for another library, not copied: its bytes (uint8), or the tensor it is.
+
+        ``torch.from_dlpack(region)`` keeps the memory alive, not the registration.
+        """
+        import numpy as np
+
+        if self._owner is None:
+            raise InvalidArgument("the region is unregistered: it has no memory to lend")
+        source = self._owner if self.data is None else np.frombuffer(self.data, np.uint8)
+        return source.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """CPU memory."""
+        return 1, 0
 
     def unregister(self) -> None:
         """Revoke its grants and forget it. Raises: InvalidArgument while operations use it."""
@@ -215,11 +231,12 @@ class Link:
     ) -> Op:
         """Write bytes of our region into the peer's granted ranges.
 
-        Args: segments: (local offset, remote offset, bytes) each. grant: the token. tag: uint64
-        told to the peer on arrival. deadline_s: seconds from now, then it ends with Timeout.
+        Args: segments: (local offset, remote offset, bytes) each, or an int64 array [n, 3] of them.
+        grant: the token. tag: uint64 told to the peer on arrival. deadline_s: seconds from now,
+        then it ends with Timeout.
         Raises: InvalidArgument, PeerDead; what goes wrong later is raised by the operation.
         """
-        args = (region.id, list(segments), grant, tag, _deadline(deadline_s), priority, checksum)
+        args = (region.id, _table(segments), grant, tag, _deadline(deadline_s), priority, checksum)
         with self._transport._lock:
             return self._track(self._core.write(*args))
 
@@ -233,7 +250,7 @@ class Link:
         priority: int = STREAM,
     ) -> Op:
         """Read the peer's granted bytes into our region; arguments as :meth:`write`."""
-        args = (region.id, list(segments), grant, _deadline(deadline_s), priority)
+        args = (region.id, _table(segments), grant, _deadline(deadline_s), priority)
         with self._transport._lock:
             return self._track(self._core.read(*args))
 
@@ -299,6 +316,11 @@ class Link:
     def close(self) -> None:
         """End the link: operations end with Cancelled. Idempotent."""
         self._core.close()
+
+
+def _table(segments: Segments) -> Any:
+    """An array as it is, everything else as a list."""
+    return segments if hasattr(segments, "__array_interface__") else list(segments)
 
 
 def _deadline(seconds: float | None) -> int:

@@ -226,8 +226,11 @@ class Connection:
         except (OSError, asyncio.TimeoutError):
             self.abort()
 
-    def abort(self) -> None:
-        """Close at once, without goodbye and without flushing."""
+    def abort(self, reason: str = "") -> None:
+        """Close at once, without flushing; a reason is said if the peer has room for it now."""
+        if reason:
+            with contextlib.suppress(KvcoreError, OSError):
+                self.send_nowait("goodbye", {"reason": reason})
         self._closing = True
         transport = self._writer.transport
         if transport is not None:

@@ -139,6 +139,7 @@ class Pair:
         decode_endpoint: dict[str, Any] | None = None,
         prefill_endpoint: dict[str, Any] | None = None,
         profile: str = "exact",
+        prefill_page_size: int = 0,
         **options: Any,
     ) -> None:
         hub = LoopbackHub() if link == "loopback" else None
@@ -148,7 +149,7 @@ class Pair:
             "shm": f"shm:{directory}/decode.sock",
             "tcp": "tcp:127.0.0.1:0",
         }[link]
-        prefill = parts(model, page_size, frames)
+        prefill = parts(model, prefill_page_size or page_size, frames)
         decode = parts(model, page_size, decode_frames or frames, profile)
         self.sender = Endpoint(prefill[1].pool, [], key=key, hub=hub, **(prefill_endpoint or {}))
         self.receiver = Endpoint(

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvcore import stream
 from kvcore.errors import InvalidArgument
+from kvcore.pages import PageSpec, Pool
 from pair import (
     Pair,
     assert_baseline,
@@ -226,20 +228,33 @@ def test_a_reservation_nobody_fills_ends_at_its_deadline(tiny: Any) -> None:
         assert seen[1].fields["code"] == "timeout" and seen[1].fields["retryable"] == 1
 
 
-def test_other_geometry_is_refused(tiny: Any, tiny_f32: Any) -> None:
-    with Pair(tiny) as pair, Pair(tiny_f32) as other:
+@pytest.mark.parametrize(("ours", "theirs"), [(16, 64), (64, 16)])
+def test_pages_of_another_size_are_converted(tiny_f32: Any, ours: int, theirs: int) -> None:
+    """Prompts in parts found in the decode side's cache too: they begin inside a page here."""
+    tokens = prompt(200)
+    with Pair(tiny_f32, page_size=theirs, prefill_page_size=ours, token_budget=64) as pair:
+        for size in (1, 40, 64, 150, 151, 200):
+            (want,) = run_mono(make_mono(tiny_f32, theirs), request(tokens[:size], 12))
+            (got,) = pair.run(request(tokens[:size], 12))
+            assert got.tokens == want.tokens
+        assert got.end["cached_tokens"] >= 128
+
+
+def test_other_geometry_is_refused(tiny: Any) -> None:
+    pool = Pool(PageSpec(1, 1, 1024), 2, huge_pages=False)
+    other = stream.Endpoint(pool, ["loopback:other"], hub=stream.LoopbackHub())
+    with Pair(tiny) as pair, other:
         each = request(prompt(40))
-        other.decode.add(each)
-        (reserved,) = other.decode.step()
-        pair.prefill.prefill(each, reserved.fields["grant"], 0)
+        granted = other.grant(each.request_id, pool.alloc(1)[:1], 40)
+        pair.prefill.prefill(each, granted, 0)
         (failed,) = pair.prefill.step()
         assert failed.kind == "failed" and failed.fields["code"] == "unsupported"
-        other.decode.cancel(each.request_id)
-        for grant in (b"", b"junk", reserved.fields["grant"][:-1]):
+        assert "head_dim_k=1024" in failed.fields["message"]
+        for grant in (b"", b"junk", granted[:-1]):
             pair.prefill.prefill(request(prompt(40)), grant, 0)
             (failed,) = pair.prefill.step()
             assert failed.kind == "failed" and failed.fields["code"] == "corrupt"
-        for start in (8, 48, 64):
+        for start in (-1, 40, 64):
             with pytest.raises(InvalidArgument, match="start_token"):
                 pair.prefill.prefill(request(prompt(40)), b"", start)
 

@@ -52,6 +52,7 @@ def test_sealed_pages_hold_what_the_prefill_side_computed(tiny: Any) -> None:
         theirs = cached_pages(pair.prefill, tokens)
         pool, source = pair.decode.memory.pool, pair.prefill.memory.pool
         assert [pool.class_of(p) for p in ours] == [0, *[sealer.class_number] * 5]
+        assert sealer.sealed == 0  # they were encoded on their way
         page_class, spec = pool.page_class(sealer.class_number), pool.spec
         for page, other in zip(ours[1:], theirs[1:], strict=True):
             for layer in range(spec.num_layers):

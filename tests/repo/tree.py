@@ -51,10 +51,13 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "worker": FOUNDATION | THIN | {"ops", "model"},
     "router": FOUNDATION | THIN | {"model"},
     "info": FOUNDATION | THIN,
+    "bench_link": FOUNDATION | THIN,
     "planner": FOUNDATION | THIN | {"router"},
     "integrations": FOUNDATION | THIN | {"ops", "model"},
     "serve": FOUNDATION | THIN | {"model", "router", "info"},
-    "cli": FOUNDATION | THIN | {"ops", "model", "worker", "router", "serve", "info", "planner"},
+    "cli": FOUNDATION
+    | THIN
+    | {"ops", "model", "worker", "router", "serve", "info", "planner", "bench_link"},
     "__main__": {"cli"},
     "__init__": set(),
 }
@@ -62,7 +65,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
 
 def cpp_files() -> Iterator[pathlib.Path]:
     """Every C++ and CUDA source of csrc and tests."""
-    for folder in ("csrc", "tests/cpp"):
+    for folder in ("csrc", "tests/cpp", "tests/fuzz"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in CPP_SUFFIXES:
                 yield path

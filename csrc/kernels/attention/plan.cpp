@@ -4,6 +4,7 @@
 #include <span>
 #include <utility>
 
+#include "base/check.h"
 #include "base/text.h"
 #include "kernels/attention/attention.h"
 #include "kernels/dispatch/table.h"
@@ -13,14 +14,9 @@ namespace {
 
 constexpr float kLog2e = 1.44269504088896340736f;
 
-Status check(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
-  if (value >= low && value <= high) return {};
-  return invalid_argument(text(field, "=", value, " is out of range: allowed ", low, " to ", high));
-}
-
 Status check_pages(const PagesView& p) {
-  KVCORE_RETURN_IF_ERROR(check("head_dim_k", p.head_dim_k, 16, 1024));
-  KVCORE_RETURN_IF_ERROR(check("head_dim_v", p.head_dim_v, 16, 1024));
+  KVCORE_RETURN_IF_ERROR(check_range("head_dim_k", p.head_dim_k, 16, 1024));
+  KVCORE_RETURN_IF_ERROR(check_range("head_dim_v", p.head_dim_v, 16, 1024));
   if (p.head_dim_k % 16 != 0 || p.head_dim_v % 16 != 0)
     return invalid_argument(text("head_dim_k=", p.head_dim_k, " and head_dim_v=", p.head_dim_v,
                                  " must be multiples of 16"));
@@ -36,7 +32,7 @@ Status check_options(const PagesView& p, const PlanOptions& o) {
                                  " entries: allowed one for all layers, or one for each of ",
                                  p.num_layers));
   for (const std::int64_t window : o.windows)
-    KVCORE_RETURN_IF_ERROR(check("window", window, 0, 1 << 30));
+    KVCORE_RETURN_IF_ERROR(check_range("window", window, 0, 1 << 30));
   if (!(o.soft_cap >= 0) || o.soft_cap > 1e6 || (o.soft_cap > 0 && o.soft_cap < 1e-3))
     return invalid_argument(
         text("soft_cap=", o.soft_cap, " is out of range: allowed 0 (none), or 1e-3 to 1e6"));
@@ -89,7 +85,7 @@ Result<std::unique_ptr<AttentionPlan>> AttentionPlan::make(const PagesView* page
                                                            ThreadPool* threads,
                                                            PlanOptions options) {
   KVCORE_RETURN_IF_ERROR(check_pages(*pages));
-  KVCORE_RETURN_IF_ERROR(check("num_q_heads", num_q_heads, 1, 4096));
+  KVCORE_RETURN_IF_ERROR(check_range("num_q_heads", num_q_heads, 1, 4096));
   if (num_q_heads % pages->num_kv_heads != 0)
     return invalid_argument(text("num_q_heads=", num_q_heads,
                                  " must be a multiple of num_kv_heads=", pages->num_kv_heads));
@@ -105,8 +101,8 @@ Result<std::unique_ptr<AttentionPlan>> AttentionPlan::make(const PagesView* page
 }
 
 Status AttentionPlan::validate(const BatchArgs& b) const {
-  KVCORE_RETURN_IF_ERROR(check("num_seqs", b.num_seqs, 0, 1 << 24));
-  KVCORE_RETURN_IF_ERROR(check("max_pages", b.max_pages, 0, 1 << 30));
+  KVCORE_RETURN_IF_ERROR(check_range("num_seqs", b.num_seqs, 0, 1 << 24));
+  KVCORE_RETURN_IF_ERROR(check_range("max_pages", b.max_pages, 0, 1 << 30));
   if (b.num_seqs > 0 && b.cu_seqlens_q[0] != 0)
     return invalid_argument(text("cu_seqlens_q[0]=", b.cu_seqlens_q[0], " must be 0"));
   const std::int64_t page = pages_->page_size, longest = longest_window();
@@ -205,7 +201,7 @@ Status AttentionPlan::check_appendable(std::int64_t layer) const {
 
 Status AttentionPlan::append(std::int64_t layer, TokenRows k, TokenRows v, DType dtype) {
   const PagesView& p = *pages_;
-  KVCORE_RETURN_IF_ERROR(check("layer", layer, 0, p.num_layers - 1));
+  KVCORE_RETURN_IF_ERROR(check_range("layer", layer, 0, p.num_layers - 1));
   const std::int64_t k_width = p.num_kv_heads * p.head_dim_k,
                      v_width = p.num_kv_heads * p.head_dim_v;
   if (num_tokens_ > 1 && (k.stride < k_width || (v.stride < v_width && !is_latent(p))))
@@ -360,7 +356,7 @@ void AttentionPlan::run_scores(void* context, int thread) {
 
 Status AttentionPlan::attend(std::int64_t layer, const AttendArgs& wanted) {
   const PagesView& p = *pages_;
-  KVCORE_RETURN_IF_ERROR(check("layer", layer, 0, p.num_layers - 1));
+  KVCORE_RETURN_IF_ERROR(check_range("layer", layer, 0, p.num_layers - 1));
   const std::int64_t q_width = std::int64_t{num_q_heads_} * p.head_dim_k;
   const std::int64_t out_width = std::int64_t{num_q_heads_} * p.head_dim_v;
   if (num_tokens_ > 1 && (wanted.q_stride < q_width || wanted.out_stride < out_width))

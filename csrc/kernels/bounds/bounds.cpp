@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/block_arrays.h"
+#include "base/check.h"
 #include "base/text.h"
 #include "kernels/bounds/rows.h"
 #include "kernels/dispatch/table.h"
@@ -15,12 +16,6 @@ namespace kvcore::kernels {
 namespace {
 
 constexpr std::int32_t kChunk = 16;  // tokens decoded at a time
-constexpr std::int64_t kMaxDim = 1024;
-
-Status check(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
-  if (value >= low && value <= high) return {};
-  return invalid_argument(text(field, "=", value, " is out of range: allowed ", low, " to ", high));
-}
 
 Status check_entry(const char* field, std::size_t i, std::int64_t value, std::int64_t high) {
   if (value >= 0 && value <= high) return {};
@@ -29,14 +24,14 @@ Status check_entry(const char* field, std::size_t i, std::int64_t value, std::in
 }
 
 Status check_dim(const char* field, std::int64_t dim) {
-  if (dim >= 16 && dim <= kMaxDim && dim % 16 == 0) return {};
+  if (dim >= 16 && dim <= kMaxHeadDim && dim % 16 == 0) return {};
   return invalid_argument(
-      text(field, "=", dim, " is not allowed: multiples of 16 from 16 to ", kMaxDim));
+      text(field, "=", dim, " is not allowed: multiples of 16 from 16 to ", kMaxHeadDim));
 }
 
 Status check_pages(const PagesView& pages, const PageBoundsArgs& args) {
   KVCORE_RETURN_IF_ERROR(check_dim("head_dim_k", pages.head_dim_k));
-  KVCORE_RETURN_IF_ERROR(check("layer", args.layer, 0, pages.num_layers - 1));
+  KVCORE_RETURN_IF_ERROR(check_range("layer", args.layer, 0, pages.num_layers - 1));
   if (args.page_ids.size() != args.valid_tokens.size())
     return invalid_argument(text("valid_tokens has ", args.valid_tokens.size(),
                                  " entries: expected one for each of ", args.page_ids.size(),
@@ -95,10 +90,10 @@ void bound_page(const PagesView& pages, const KernelTable& table, std::int64_t p
 Status check_scores(const BoundScoresArgs& a) {
   KVCORE_RETURN_IF_ERROR(check_dim("head_dim", a.head_dim));
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-  KVCORE_RETURN_IF_ERROR(check("rows", a.rows, 0, kMost));
-  KVCORE_RETURN_IF_ERROR(check("pages", a.pages, 0, kMost));
-  KVCORE_RETURN_IF_ERROR(check("num_kv_heads", a.num_kv_heads, 1, kMost));
-  KVCORE_RETURN_IF_ERROR(check("num_q_heads", a.num_q_heads, 1, kMost));
+  KVCORE_RETURN_IF_ERROR(check_range("rows", a.rows, 0, kMost));
+  KVCORE_RETURN_IF_ERROR(check_range("pages", a.pages, 0, kMost));
+  KVCORE_RETURN_IF_ERROR(check_range("num_kv_heads", a.num_kv_heads, 1, kMost));
+  KVCORE_RETURN_IF_ERROR(check_range("num_q_heads", a.num_q_heads, 1, kMost));
   if (a.num_q_heads % a.num_kv_heads != 0)
     return invalid_argument(text("num_q_heads=", a.num_q_heads,
                                  " must be a multiple of num_kv_heads=", a.num_kv_heads));

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "base/block_arrays.h"
+#include "base/check.h"
 #include "base/text.h"
 #include "kernels/dispatch/table.h"
 #include "kernels/formats/formats.h"
@@ -13,12 +14,6 @@ namespace kvcore::kernels {
 namespace {
 
 constexpr std::int64_t kChunk = 16;  // tokens converted at a time
-constexpr std::int64_t kMaxDim = 1024;
-
-Status check(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
-  if (value >= low && value <= high) return {};
-  return invalid_argument(text(field, "=", value, " is out of range: allowed ", low, " to ", high));
-}
 
 Status check_stride(const char* field, std::int64_t stride, std::int64_t width,
                     std::int64_t tokens) {
@@ -29,15 +24,15 @@ Status check_stride(const char* field, std::int64_t stride, std::int64_t width,
 
 Status check_slice(const PagesView& p, std::int64_t page, std::int64_t layer, std::int64_t first,
                    std::int64_t count) {
-  KVCORE_RETURN_IF_ERROR(check("page", page, 0, p.num_pages - 1));
-  KVCORE_RETURN_IF_ERROR(check("layer", layer, 0, p.num_layers - 1));
-  KVCORE_RETURN_IF_ERROR(check("first", first, 0, p.page_size));
-  return check("count", count, 0, p.page_size - first);
+  KVCORE_RETURN_IF_ERROR(check_range("page", page, 0, p.num_pages - 1));
+  KVCORE_RETURN_IF_ERROR(check_range("layer", layer, 0, p.num_layers - 1));
+  KVCORE_RETURN_IF_ERROR(check_range("first", first, 0, p.page_size));
+  return check_range("count", count, 0, p.page_size - first);
 }
 
 Status check_head_dims(const PagesView& p) {
-  KVCORE_RETURN_IF_ERROR(check("head_dim_k", p.head_dim_k, 16, kMaxDim));
-  return check("head_dim_v", p.head_dim_v, 16, kMaxDim);
+  KVCORE_RETURN_IF_ERROR(check_range("head_dim_k", p.head_dim_k, 16, kMaxHeadDim));
+  return check_range("head_dim_v", p.head_dim_v, 16, kMaxHeadDim);
 }
 
 // One head's rows into its block, converting in small chunks where dtype and format differ.
@@ -48,7 +43,7 @@ void write_head(Part part, const BlockShape& shape, char* block, std::int64_t fi
     move_rows<false>(part, shape, block, first, count, Rows<const char>{rows, stride_bytes});
     return;
   }
-  alignas(64) char converted[kChunk * kMaxDim * 4];
+  alignas(64) char converted[kChunk * kMaxHeadDim * 4];
   const std::int64_t row_bytes = shape.dim * size_of(shape.format);
   for (std::int64_t i = 0; i < count; i += kChunk) {
     const std::int64_t n = std::min(kChunk, count - i);
@@ -88,7 +83,7 @@ void read_head(Part part, const BlockShape& shape, const char* block, std::int64
     move_rows<true>(part, shape, block, first, count, Rows<char>{rows, stride_bytes});
     return;
   }
-  alignas(64) char raw[kChunk * kMaxDim * 4];
+  alignas(64) char raw[kChunk * kMaxHeadDim * 4];
   const std::int64_t row_bytes = shape.dim * size_of(shape.format);
   for (std::int64_t i = 0; i < count; i += kChunk) {
     const std::int64_t n = std::min(kChunk, count - i);
@@ -145,11 +140,13 @@ void write_tokens(const PagesView& pages, std::int64_t page, std::int64_t layer,
   for (std::int32_t h = 0; h < pages.num_kv_heads; ++h) {
     const HeadBlock& head = slice.layer->heads[h];
     const LayoutId layout = slice.cls->layout;
-    write_head(Part::kK, {pages.page_size, pages.head_dim_k, head.k_format, layout, head.k_row_bytes},
+    write_head(Part::kK,
+               {pages.page_size, pages.head_dim_k, head.k_format, layout, head.k_row_bytes},
                data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
                k.stride, dtype);
     if (slice.cls->has_headers && is_latent(head)) continue;
-    write_head(Part::kV, {pages.page_size, pages.head_dim_v, head.v_format, layout, head.v_row_bytes},
+    write_head(Part::kV,
+               {pages.page_size, pages.head_dim_v, head.v_format, layout, head.v_row_bytes},
                data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
                v.stride, dtype);
   }
@@ -173,7 +170,7 @@ Status append_kv(const PagesView& pages, std::int64_t layer, TokenRows k, TokenR
   const std::int64_t slots = pages.num_pages * pages.page_size;
   const auto tokens = static_cast<std::int64_t>(slot_mapping.size());
   KVCORE_RETURN_IF_ERROR(check_head_dims(pages));
-  KVCORE_RETURN_IF_ERROR(check("layer", layer, 0, pages.num_layers - 1));
+  KVCORE_RETURN_IF_ERROR(check_range("layer", layer, 0, pages.num_layers - 1));
   KVCORE_RETURN_IF_ERROR(
       check_stride("k", k.stride, pages.num_kv_heads * pages.head_dim_k, tokens));
   KVCORE_RETURN_IF_ERROR(check_v(pages, v, tokens));
@@ -197,8 +194,8 @@ Status append_kv(const PagesView& pages, std::int64_t layer, TokenRows k, TokenR
       ++n;
     if (slot >= 0)
       write_tokens(pages, slot / pages.page_size, layer, slot % pages.page_size, n,
-                   {k.data + i * k.stride * bytes, k.stride},
-                   rows_after(v, i * v.stride * bytes), dtype);
+                   {k.data + i * k.stride * bytes, k.stride}, rows_after(v, i * v.stride * bytes),
+                   dtype);
     i += n;
   }
   return {};
@@ -229,10 +226,12 @@ Status unpack_slice(const PagesView& pages, std::int64_t page, std::int64_t laye
   for (std::int32_t h = 0; h < pages.num_kv_heads; ++h) {
     const HeadBlock& head = slice.layer->heads[h];
     const LayoutId layout = slice.cls->layout;
-    read_head(Part::kK, {pages.page_size, pages.head_dim_k, head.k_format, layout, head.k_row_bytes},
+    read_head(Part::kK,
+              {pages.page_size, pages.head_dim_k, head.k_format, layout, head.k_row_bytes},
               data + head.k_offset_bytes, first, count, k.data + h * pages.head_dim_k * value,
               k.stride, dtype, *table);
-    read_head(Part::kV, {pages.page_size, pages.head_dim_v, head.v_format, layout, head.v_row_bytes},
+    read_head(Part::kV,
+              {pages.page_size, pages.head_dim_v, head.v_format, layout, head.v_row_bytes},
               data + head.v_offset_bytes, first, count, v.data + h * pages.head_dim_v * value,
               v.stride, dtype, *table);
   }
@@ -245,8 +244,8 @@ Status copy_pages(const PagesView& pages, std::span<const std::int64_t> from,
     return invalid_argument(text("from has ", from.size(), " pages and to has ", to.size(),
                                  ": expected the same number"));
   for (std::size_t i = 0; i < from.size(); ++i) {
-    KVCORE_RETURN_IF_ERROR(check("from", from[i], 0, pages.num_pages - 1));
-    KVCORE_RETURN_IF_ERROR(check("to", to[i], 0, pages.num_pages - 1));
+    KVCORE_RETURN_IF_ERROR(check_range("from", from[i], 0, pages.num_pages - 1));
+    KVCORE_RETURN_IF_ERROR(check_range("to", to[i], 0, pages.num_pages - 1));
     if (pages.records[from[i]].class_id != pages.records[to[i]].class_id)
       return invalid_argument(
           text("page ", from[i], " is of class ", pages.records[from[i]].class_id, " and page ",

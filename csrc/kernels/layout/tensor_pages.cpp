@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "base/check.h"
 #include "base/text.h"
 
 namespace kvcore::kernels {
@@ -10,7 +11,8 @@ namespace {
 Status check_part(const char* name, const TensorPart& part, std::int64_t num_layers,
                   std::int64_t row_bytes) {
   if (static_cast<std::int64_t>(part.layers.size()) != num_layers)
-    return invalid_argument(text(name, " has ", part.layers.size(), " layers: expected ", num_layers));
+    return invalid_argument(
+        text(name, " has ", part.layers.size(), " layers: expected ", num_layers));
   for (const std::uintptr_t address : part.layers)
     if (address == 0) return invalid_argument(text(name, " has a null pointer"));
   if (part.token_bytes < row_bytes || part.head_bytes < row_bytes || part.block_bytes < row_bytes)
@@ -29,11 +31,8 @@ Result<std::unique_ptr<TensorPages>> TensorPages::make(TensorPart k, TensorPart 
   const auto num_layers = static_cast<std::int64_t>(k.layers.size());
   constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
   if (num_layers < 1) return invalid_argument("k has no layers: expected 1 or more");
-  if (num_blocks < 1 || num_blocks > kMax)
-    return invalid_argument(text("num_blocks=", num_blocks, " is out of range: allowed 1 to ", kMax));
-  if (num_kv_heads < 1 || num_kv_heads > 4096)
-    return invalid_argument(
-        text("num_kv_heads=", num_kv_heads, " is out of range: allowed 1 to 4096"));
+  KVCORE_RETURN_IF_ERROR(check_range("num_blocks", num_blocks, 1, kMax));
+  KVCORE_RETURN_IF_ERROR(check_range("num_kv_heads", num_kv_heads, 1, 4096));
   const std::int64_t bytes = format == Format::kF32 ? 4 : 2;
   KVCORE_RETURN_IF_ERROR(check_part("k", k, num_layers, k.dim * bytes));
   KVCORE_RETURN_IF_ERROR(check_part("v", v, num_layers, v.dim * bytes));

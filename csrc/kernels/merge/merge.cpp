@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/block_arrays.h"
 #include "base/text.h"
 #include "kernels/dispatch/table.h"
 #include "kernels/layout/convert.h"
@@ -10,11 +11,9 @@
 namespace kvcore::kernels {
 namespace {
 
-constexpr std::int64_t kMaxDim = 1024;
-
 void merge_one(const MergeArgs& a, const KernelTable& table, std::int64_t row) {
   const float empty = -std::numeric_limits<float>::infinity();
-  alignas(64) float x[kMaxDim], y[kMaxDim];
+  alignas(64) float x[kMaxHeadDim], y[kMaxHeadDim];
   const std::int64_t offset = row * a.dim * size_of(a.dtype);
   convert_row(static_cast<const char*>(a.out_a) + offset, a.dtype, reinterpret_cast<char*>(x),
               DType::kF32, a.dim);
@@ -32,9 +31,9 @@ void merge_one(const MergeArgs& a, const KernelTable& table, std::int64_t row) {
 }  // namespace
 
 Status merge_states(const MergeArgs& args) {
-  if (args.dim < 16 || args.dim > kMaxDim || args.dim % 16 != 0)
+  if (args.dim < 16 || args.dim > kMaxHeadDim || args.dim % 16 != 0)
     return invalid_argument(
-        text("dim=", args.dim, " is not allowed: multiples of 16 up to ", kMaxDim));
+        text("dim=", args.dim, " is not allowed: multiples of 16 up to ", kMaxHeadDim));
   if (args.rows < 0) return invalid_argument(text("rows=", args.rows, " must not be negative"));
   KVCORE_ASSIGN_OR_RETURN(const KernelTable* table, kernel_table());
   for (std::int64_t row = 0; row < args.rows; ++row) merge_one(args, *table, row);

@@ -236,6 +236,12 @@ Status GrantTable::check(GrantRef ref, Rights right, std::span<const Range> rang
   return {};
 }
 
+Result<Grant> GrantTable::find(GrantRef ref, std::int64_t now, std::string_view peer) const {
+  const std::lock_guard lock(mu_);
+  KVCORE_ASSIGN_OR_RETURN(const Grant* const grant, live(ref, Rights::kReadWrite, now, peer));
+  return *grant;
+}
+
 Result<RegionId> GrantTable::shared_region(GrantRef ref) const {
   const std::lock_guard lock(mu_);
   const auto it = grants_.find(ref.id);
@@ -269,6 +275,15 @@ std::unique_lock<std::mutex> GrantTable::fence() {
   std::unique_lock lock(landing_);
   fences_waiting_.fetch_sub(1, std::memory_order_relaxed);
   return lock;
+}
+
+void GrantTable::forget_expired(std::int64_t now) {
+  const std::lock_guard lock(mu_);
+  if (grants_.size() < sweep_at_ || on_revoke_) return;
+  std::erase_if(grants_, [&](const auto& g) {
+    return g.second.expires_ns != 0 && now >= g.second.expires_ns;
+  });
+  sweep_at_ = std::max<std::size_t>(1024, 2 * grants_.size());
 }
 
 std::size_t GrantTable::num_grants() const {

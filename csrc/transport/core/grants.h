@@ -62,6 +62,9 @@ class GrantTable {
   Status check(GrantRef ref, Rights right, std::span<const Range> ranges, std::int64_t now,
                std::string_view peer) const;
 
+  // A live grant as a whole. Stale.
+  Result<Grant> find(GrantRef ref, std::int64_t now, std::string_view peer) const;
+
   // The region of a live grant, if peers can map it (shm). Stale, Unsupported.
   Result<RegionId> shared_region(GrantRef ref) const;
 
@@ -70,6 +73,10 @@ class GrantTable {
   using Use = std::function<void(std::span<std::byte* const>)>;
   Status with_ranges(GrantRef ref, Rights right, std::span<const Range> ranges, std::int64_t now,
                      std::string_view peer, const Use& use) const;
+
+  // Forgets grants that have expired, once in a while: a look at one costs nothing, a sweep is paid
+  // for by as many new grants. Not where a revoke must reach a device (set_on_revoke).
+  void forget_expired(std::int64_t now);
 
   std::size_t num_grants() const;
 
@@ -96,6 +103,7 @@ class GrantTable {
   RandomSource& random_;
   OnRevoke on_revoke_;
   std::uint32_t next_region_ = 1;
+  std::size_t sweep_at_ = 1024;  // grants
 };
 
 }  // namespace kvcore::transport

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "base/printable.h"
 #include "base/text.h"
 
 namespace kvcore::transport {
@@ -90,7 +91,7 @@ Result<PeerHello> parse_link_hello(Bytes hello) {
                    head.window,
                    head.model,
                    head.layout,
-                   std::string(p, head.role_bytes),
+                   printable({p, head.role_bytes}),
                    std::string(p + head.role_bytes, head.identity_bytes)};
 }
 

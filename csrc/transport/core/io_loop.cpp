@@ -16,7 +16,12 @@ namespace {
 
 constexpr std::uint64_t kListenerBit = std::uint64_t{1} << 63;
 constexpr std::size_t kScratchBytes = 256UL * 1024;
-constexpr std::size_t kMaxUnproven = 192;  // accepted connections without a finished handshake
+constexpr int kAcceptsPerRound = 16;  // then those accepted have their turn
+
+// Where a connection comes from, without its port.
+std::string source_of(const std::string& peer_address) {
+  return peer_address.substr(0, peer_address.rfind(':'));
+}
 
 }  // namespace
 
@@ -33,6 +38,8 @@ int IoLoop::wait_ms(std::int64_t now) const {
     if (channel->busy()) return 0;
     next = std::min(next, channel->next_timer_ns());
   }
+  for (const auto& [key, listener] : listeners_)
+    if (listener.resume_ns != 0) next = std::min(next, listener.resume_ns);
   if (next == std::numeric_limits<std::int64_t>::max()) return -1;
   return static_cast<int>(std::clamp<std::int64_t>((next - now + 999'999) / 1'000'000, 0, 60'000));
 }
@@ -50,6 +57,7 @@ void IoLoop::run() {
       if (e.data.u64 % (1U << kSourceBits) == 0) on_event(e, now);
     for (const epoll_event& e : fresh)
       if (e.data.u64 % (1U << kSourceBits) != 0) on_event(e, now);
+    resume_listeners(now);
     take_commands(now);
     for (auto& [id, channel] : channels_) channel->work(now);
     for (auto& [id, channel] : channels_) channel->work_bulk(now);
@@ -63,7 +71,7 @@ void IoLoop::on_event(const epoll_event& event, std::int64_t now) {
     std::uint64_t count = 0;
     [[maybe_unused]] const auto r = ::read(shared_->wake_fd.get(), &count, sizeof count);
   } else if (const auto l = listeners_.find(key); l != listeners_.end()) {
-    accept_all(l->second, now);
+    accept_some(key, &l->second, now);
   } else if (const auto c = channels_.find(key >> kSourceBits); c != channels_.end()) {
     c->second->on_event(static_cast<std::uint32_t>(key % (1U << kSourceBits)), event.events, now);
   }
@@ -128,34 +136,94 @@ void IoLoop::add(Scheme* scheme, std::shared_ptr<LinkState> state, UniqueFd fd, 
   channels_.emplace(id, scheme->channel(&io_, std::move(state), std::move(fd), initiator, now));
 }
 
-void IoLoop::accept_all(const Listener& listener, std::int64_t now) {
-  for (;;) {
+void IoLoop::accept_some(std::uint64_t key, Listener* listener, std::int64_t now) {
+  for (int i = 0; i < kAcceptsPerRound; ++i) {
     UniqueFd fd(
-        ::accept4(listener.listening.fd.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (!fd) return;
-    if (auto status = admit(std::move(fd), listener.scheme, now); !status)
-      continue;  // closed, no state
+        ::accept4(listener->listening.fd.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (fd) {
+      if (auto status = admit(std::move(fd), listener->scheme, now); !status)
+        continue;  // closed, no state
+    } else if (errno == EAGAIN) {
+      return;
+    } else if (errno != EINTR && errno != ECONNABORTED) {
+      return out_of_descriptors(key, listener, now);
+    }
+  }
+}
+
+// EMFILE, ENFILE, ENOBUFS, ENOMEM: the connection stays in the queue and keeps the listener ready.
+void IoLoop::out_of_descriptors(std::uint64_t key, Listener* listener, std::int64_t now) {
+  forget_former_strangers();
+  if (drop_stranger(nullptr)) return;  // its descriptor is for the next round
+  epoll_event event{};
+  event.data.u64 = key;
+  ::epoll_ctl(epoll_fd_.get(), EPOLL_CTL_MOD, listener->listening.fd.get(), &event);
+  listener->resume_ns = now + kAcceptPauseNs;
+}
+
+void IoLoop::resume_listeners(std::int64_t now) {
+  for (auto& [key, listener] : listeners_) {
+    if (listener.resume_ns == 0 || listener.resume_ns > now) continue;
+    listener.resume_ns = 0;
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.u64 = key;
+    ::epoll_ctl(epoll_fd_.get(), EPOLL_CTL_MOD, listener.listening.fd.get(), &event);
   }
 }
 
 Status IoLoop::admit(UniqueFd fd, Scheme* scheme, std::int64_t now) {
-  const auto unproven = std::ranges::count_if(
-      channels_, [](const auto& c) { return !c.second->link().up && !c.second->initiator(); });
-  if (channels_.size() >= shared_->options.max_links ||
-      static_cast<std::size_t>(unproven) >= kMaxUnproven)
-    return Error{ErrorCode::kTransport, "too many connections"};
+  forget_former_strangers();
+  const auto alive = static_cast<std::size_t>(
+      std::ranges::count_if(channels_, [](const auto& c) { return !c.second->dead(); }));
+  const bool lanes_due = std::ranges::any_of(
+      channels_, [](const auto& c) { return !c.second->dead() && c.second->awaits_lanes(); });
+  if (alive - strangers_.size() >= shared_->options.max_links && !lanes_due)
+    return Error{ErrorCode::kTransport, text("max_links=", shared_->options.max_links, " reached")};
   KVCORE_ASSIGN_OR_RETURN(Dialled peer, scheme->accepted(std::move(fd)));
+  const std::string source = source_of(peer.peer_address);
+  make_room(source);
   auto state = std::make_shared<LinkState>();
   state->scheme = scheme->name();
   state->peer_pid = peer.peer_pid;
   state->peer_address = peer.peer_address;
+  state->proven = false;
   {
     const std::lock_guard lock(shared_->mu);
     state->id = LinkId{shared_->next_link++};
     shared_->links.emplace(static_cast<std::uint64_t>(state->id), state);
   }
+  strangers_.emplace(static_cast<std::uint64_t>(state->id), source);
   add(scheme, std::move(state), std::move(peer.fd), false, now);
   return {};
+}
+
+void IoLoop::forget_former_strangers() {
+  std::erase_if(strangers_, [&](const auto& s) {
+    const auto it = channels_.find(s.first);
+    return it == channels_.end() || it->second->dead() || it->second->link().up;
+  });
+}
+
+void IoLoop::make_room(const std::string& source) {
+  std::map<std::string, std::size_t> counts;
+  for (const auto& [id, from] : strangers_) ++counts[from];
+  if (counts[source] >= kMaxStrangersPerSource) {
+    drop_stranger(&source);
+  } else if (strangers_.size() >= kMaxStrangers) {
+    drop_stranger(
+        &std::ranges::max_element(counts, {}, [](const auto& c) { return c.second; })->first);
+  }
+}
+
+bool IoLoop::drop_stranger(const std::string* source) {
+  const auto it = std::ranges::find_if(
+      strangers_, [&](const auto& s) { return source == nullptr || s.second == *source; });
+  if (it == strangers_.end()) return false;
+  channels_.at(it->first)->fail(
+      Error{ErrorCode::kTransport, "newer connections took the place of one without a handshake"});
+  strangers_.erase(it);
+  return true;
 }
 
 // Takes the dead out: no command is accepted any more, those still queued are ended, then Down.

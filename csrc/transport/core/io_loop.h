@@ -1,14 +1,26 @@
 // The I/O thread's side of a Transport: listeners and channels over one epoll.
+//
+// Strangers (accepted, the key not proved yet) are few and replaceable: past kMaxStrangers, or
+// kMaxStrangersPerSource from one host, the oldest of the busiest source makes room for the newest,
+// so silence and floods delay nobody but each other. They count against no limit of the proven
+// links. Without descriptors a stranger is given up for the next one; when there is none, accepting
+// pauses for kAcceptPauseNs.
 // Thread rules: run() on its own thread; everything else reaches it through Shared::post.
 #pragma once
 
 #include <sys/epoll.h>
 
+#include <map>
+#include <string>
 #include <unordered_map>
 
 #include "transport/core/channel.h"
 
 namespace kvcore::transport {
+
+inline constexpr std::size_t kMaxStrangers = 256;
+inline constexpr std::size_t kMaxStrangersPerSource = 128;
+inline constexpr std::int64_t kAcceptPauseNs = 100'000'000;
 
 class IoLoop {
  public:
@@ -20,6 +32,7 @@ class IoLoop {
   struct Listener {
     Scheme* scheme;
     Listening listening;
+    std::int64_t resume_ns = 0;  // accepting pauses until then; 0 = it does not
   };
   int wait_ms(std::int64_t now) const;
   void on_event(const epoll_event& event, std::int64_t now);
@@ -27,8 +40,13 @@ class IoLoop {
   void execute(Command command, std::int64_t now);
   void command_link(Command command, std::int64_t now);
   void listen(ListenCommand command);
-  void accept_all(const Listener& listener, std::int64_t now);
+  void accept_some(std::uint64_t key, Listener* listener, std::int64_t now);
+  void out_of_descriptors(std::uint64_t key, Listener* listener, std::int64_t now);
+  void resume_listeners(std::int64_t now);
   Status admit(UniqueFd fd, Scheme* scheme, std::int64_t now);
+  void forget_former_strangers();
+  void make_room(const std::string& source);
+  bool drop_stranger(const std::string* source);  // the oldest, of this source
   void add(Scheme* scheme, std::shared_ptr<LinkState> state, UniqueFd fd, bool initiator,
            std::int64_t now);
   void reap();
@@ -40,6 +58,7 @@ class IoLoop {
   std::unordered_map<std::uint64_t, std::unique_ptr<Channel>> channels_;  // by LinkId
   std::unordered_map<std::uint64_t, Listener> listeners_;                 // by their epoll key
   std::uint64_t next_listener_ = 1;
+  std::map<std::uint64_t, std::string> strangers_;  // LinkId, so oldest first -> source
   bool stopping_ = false;
 };
 

@@ -4,6 +4,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "base/text.h"
@@ -188,7 +189,9 @@ Result<std::shared_ptr<Link>> IoTransport::connect(std::string_view address) {
   {
     const std::lock_guard lock(shared_->mu);
     if (shared_->stopped) return Error{ErrorCode::kPeerDead, "the transport is closed"};
-    if (shared_->links.size() >= shared_->options.max_links)
+    const auto proven =
+        std::ranges::count_if(shared_->links, [](const auto& l) { return l.second->proven; });
+    if (static_cast<std::size_t>(proven) >= shared_->options.max_links)
       return Error{ErrorCode::kTransport,
                    text("max_links=", shared_->options.max_links, " reached")};
     state->id = LinkId{shared_->next_link++};
@@ -222,6 +225,7 @@ Result<std::unique_ptr<Transport>> IoTransport::make(TransportOptions options, S
   if (!shared->wake_fd || !epoll_fd || shared->events.fd() < 0 ||
       ::epoll_ctl(epoll_fd.get(), EPOLL_CTL_ADD, shared->wake_fd.get(), &event) != 0)
     return Error{ErrorCode::kIo, text("epoll or eventfd: errno ", errno)};
+  for (const auto& scheme : schemes) scheme->attach(shared.get());
   shared->events.set_on_credit([raw = shared.get()] { raw->wake(); });
   return std::unique_ptr<Transport>(
       std::make_unique<IoTransport>(std::move(shared), std::move(schemes), std::move(epoll_fd)));

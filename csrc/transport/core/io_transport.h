@@ -21,6 +21,7 @@ class IoTransport final : public Transport {
   Status unregister_region(RegionId region) override;
   Result<Grant> create_grant(RegionId region, std::span<const Range> ranges, Rights rights,
                              std::int64_t expires_ns, std::string_view peer) override {
+    shared_->grants.forget_expired(shared_->now_ns());
     return shared_->grants.create(region, ranges, rights, expires_ns, peer);
   }
   Fence revoke_grant(GrantRef grant) override { return shared_->grants.revoke(grant); }

@@ -16,6 +16,7 @@ namespace kvcore::transport {
 class Channel;
 struct Io;
 struct LinkState;
+struct Shared;
 
 struct Listening {
   UniqueFd fd;
@@ -35,6 +36,8 @@ class Scheme {
  public:
   virtual ~Scheme() = default;
   virtual std::string_view name() const noexcept = 0;
+  // Once, before anything else and any other thread.
+  virtual void attach(Shared*) {}
   // InvalidArgument: not an address of this scheme.
   virtual Result<Listening> listen(std::string_view address) = 0;
   virtual Result<Dialled> dial(std::string_view address) = 0;

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "base/text.h"
+
 namespace kvcore::transport {
 namespace {
 
@@ -27,6 +29,11 @@ Shared::Shared(TransportOptions o)
 std::uint64_t Shared::window_of(std::uint64_t links) const noexcept {
   const Credits& c = options.credits;
   return std::min(c.per_link_bytes, c.total_bytes / std::max<std::uint64_t>(1, links));
+}
+
+Status Shared::room_for_link() const {
+  if (links_up < options.max_links) return {};
+  return Error{ErrorCode::kTransport, text("max_links=", options.max_links, " reached")};
 }
 
 void Shared::wake() {

@@ -58,6 +58,7 @@ struct LinkState {
   std::shared_ptr<PollCredit> poll_credit = std::make_shared<PollCredit>();
   // Guarded by Shared::mu:
   bool closed = false;  // no command is taken any more
+  bool proven = true;   // false: accepted, the key not proved yet
   std::int64_t peer_pid = 0;
   PeerHello peer;
 };
@@ -104,6 +105,8 @@ struct Shared {
   // when that is closed. After stop: PeerDead.
   Status post(LinkState* state, Command command);
   void wake();
+  // May an accepted link come up? TransportError: max_links are. The I/O thread.
+  Status room_for_link() const;
   // The credits of one link when `links` of them share the memory.
   std::uint64_t window_of(std::uint64_t links) const noexcept;
 

@@ -19,7 +19,8 @@
 namespace kvcore::transport {
 namespace {
 
-constexpr int kBacklog = 128;
+constexpr int kBacklog =
+    4096;  // a lost SYN costs its client a second; the kernel cuts it to somaxconn
 
 Error os_error(std::string_view what) {
   const int e = errno;

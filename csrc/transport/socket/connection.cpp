@@ -16,19 +16,6 @@ namespace {
 constexpr std::uint64_t kBulkPullBytes = 256UL * 1024;  // of the lower classes, in a round
 constexpr std::int64_t kFlushNs = 100'000'000;          // of close()
 
-// How operations end that a link's end leaves behind.
-Status end_of_pending(const Status& why) {
-  if (why.ok()) return Error{ErrorCode::kPeerDead, "the peer closed the link"};
-  switch (why.error().code) {
-    case ErrorCode::kCancelled:
-    case ErrorCode::kPeerDead:
-    case ErrorCode::kPeerHung:
-      return why;
-    default:
-      return Error{ErrorCode::kTransport, why.error().message};
-  }
-}
-
 }  // namespace
 
 Connection::Connection(Io* io, Sessions* sessions, std::shared_ptr<LinkState> state, UniqueFd fd,
@@ -39,7 +26,7 @@ Connection::Connection(Io* io, Sessions* sessions, std::shared_ptr<LinkState> st
       link_(std::move(state)),
       initiator_(initiator),
       state_(initiator ? State::kConnecting : State::kHandshake),
-      receive_window_(io->shared.window_of(io->shared.links_up + 1)),
+      credits_(&io->shared, link_),
       last_rx_ns_(now),
       last_tx_ns_(now),
       setup_deadline_ns_(now + io->shared.options.handshake_ns) {
@@ -47,7 +34,7 @@ Connection::Connection(Io* io, Sessions* sessions, std::shared_ptr<LinkState> st
   pacer_.set_rate(io->shared.options.pacing_bytes_per_s, now);
   if (fd)
     open_lane(lanes_[0], std::move(fd),
-              make_link_hello(io->shared.options, own_lanes(), receive_window_.exposure()));
+              make_link_hello(io->shared.options, own_lanes(), credits_.first_window()));
 }
 
 Connection::~Connection() {
@@ -212,7 +199,7 @@ void Connection::finish(std::vector<Command> orphans) {
   while (!ops_.empty()) complete(ops_.begin()->first, pending);
   while (!sends_.empty()) complete_send(sends_.begin()->first, pending);
   link_->queued_message_bytes = 0;
-  if (was_up_) io_->shared.links_up -= 1;
+  credits_.close();
   const bool never_was_a_link = !initiator_ && !was_up_;
   if (!never_was_a_link) io_->shared.events.push(Down{link_->id, why_});
 }
@@ -236,6 +223,7 @@ void Connection::run_timers(std::int64_t now) {
                     keepalive / 1'000'000, " ms)")});
   if (peer_.keepalive_ns != 0 && now - last_tx_ns_ >= peer_.keepalive_ns / 4 && lanes_[0].flushed())
     control(lanes_[0], FrameType::kPing);
+  if (dial_at_ns_ != 0 && now >= dial_at_ns_) dial_lanes();
   if (lanes_deadline_ns_ != 0 && now >= lanes_deadline_ns_)
     fail(Error{ErrorCode::kTransport, text("no connection for each priority class with ",
                                            link_->peer_address, " in time")});
@@ -258,7 +246,7 @@ void Connection::run_closing(std::int64_t now) {
 void Connection::work(std::int64_t now) {
   if (dead()) return;
   run_timers(now);
-  collect_polled();
+  credits_.collect_polled();
   if (!dead()) pull(0, 0, kLandingBytes, now);
   if (!dead()) pump(lanes_[0], now);
   if (!dead()) update_interest(lanes_[0]);
@@ -304,7 +292,8 @@ std::int64_t Connection::next_timer_ns() const noexcept {
   if (peer_.keepalive_ns != 0 && lanes_[0].outbox.empty())
     next = std::min(next, last_tx_ns_ + peer_.keepalive_ns / 4);
   if (pace_until_ != 0) next = std::min(next, pace_until_);
-  for (const std::int64_t t : {close_deadline_ns_, lanes_deadline_ns_, bye_deadline_ns_})
+  for (const std::int64_t t :
+       {close_deadline_ns_, lanes_deadline_ns_, dial_at_ns_, bye_deadline_ns_})
     if (t != 0) next = std::min(next, t);
   return next;
 }

@@ -21,6 +21,7 @@
 #include <unordered_map>
 
 #include "transport/core/channel.h"
+#include "transport/core/link_credits.h"
 #include "transport/core/shared.h"
 #include "transport/socket/lane.h"
 #include "transport/socket/pacer.h"
@@ -67,6 +68,7 @@ class Connection final : public Channel {
   bool busy() const noexcept override;
   std::int64_t next_timer_ns() const noexcept override;
   bool dead() const noexcept override { return state_ == State::kDead; }
+  bool awaits_lanes() const noexcept override { return lanes_deadline_ns_ != 0 && !initiator_; }
   void finish(std::vector<Command> orphans) override;
   const LinkState& link() const noexcept override { return *link_; }
   bool initiator() const noexcept override { return initiator_; }
@@ -122,6 +124,7 @@ class Connection final : public Channel {
   Status greet();
   void on_established(std::int64_t now);
   void dial_lanes();
+  bool dial_again(Lane& lane, std::int64_t now);
   void on_accepted(std::int64_t now);
   bool awaits(const JoinHello& join) const;
   void adopt(std::uint32_t number, Lane lane, std::int64_t now);
@@ -143,16 +146,14 @@ class Connection final : public Channel {
   void complete_send(std::uint64_t id, Status status);
 
   // connection_credit.cpp
-  void open_credits();
   void on_credit(Bytes body);
-  void collect_polled();
   bool announce_credits(Lane& lane);
-  bool may_send(std::uint64_t cost, Priority priority, std::int64_t now);
   std::uint64_t credit_for_chunk(const Op& op, Priority priority, std::int64_t now);
   void push_charged(Lane& lane, OutFrame frame);
 
   // connection_send.cpp
-  void control(Lane& lane, FrameType type, std::vector<std::byte> body = {});
+  void control(Lane& lane, FrameType type, std::vector<std::byte> body = {},
+               Priority priority = Priority::kStream);
   void pump(Lane& lane, std::int64_t now);
   bool build_next(Lane& lane, std::int64_t now);
   bool build_from(Lane& lane, std::deque<TxItem>* queue, Priority priority, std::int64_t now,
@@ -175,6 +176,8 @@ class Connection final : public Channel {
   void on_result(Bytes body);
   void on_abort(Lane& lane, Bytes body);
   void on_read_request(Lane& lane, const FramePrefix& prefix, Bytes body);
+  void serve(std::uint64_t op, Serve serve);
+  void end_serve(std::uint64_t op);
   void on_read_data(Lane& lane, const FramePrefix& prefix, Bytes body);
   void on_read_go(const FramePrefix& prefix, Bytes body);
   void on_read_done(Lane& lane, Bytes body);
@@ -210,13 +213,12 @@ class Connection final : public Channel {
   std::set<std::pair<std::int64_t, std::uint64_t>> deadlines_;
   std::deque<TxItem> tx_[kNumPriorities];
   Pacer pacer_;
-  SendWindow send_window_;
-  ReceiveWindow receive_window_;
-  std::uint64_t polled_seen_ = 0;  // of LinkState::poll_credit
-  std::int64_t pace_until_ = 0;    // 0 = not waiting
+  LinkCredits credits_;
+  std::int64_t pace_until_ = 0;  // 0 = not waiting
 
   std::unordered_map<std::uint64_t, InWrite> inbound_;
   std::unordered_map<std::uint64_t, Serve> serving_;
+  std::size_t served_ranges_ = 0;  // of all in serving_
   std::map<std::uint64_t, std::shared_ptr<RemoteRegion>> peer_regions_;
   std::set<std::uint32_t> announced_;  // our regions the peer knows
   std::deque<Pull> pulls_[kNumPriorities];
@@ -224,6 +226,7 @@ class Connection final : public Channel {
   std::int64_t last_rx_ns_, last_tx_ns_;
   std::int64_t setup_deadline_ns_;      // of connect and handshake
   std::int64_t lanes_deadline_ns_ = 0;  // of the connections of the lower classes; 0 = all there
+  std::int64_t dial_at_ns_ = 0;         // when lanes are dialled again; 0 = none is missing
   std::int64_t close_deadline_ns_ = 0, bye_deadline_ns_ = 0;
   std::uint64_t byes_due_ = 0;  // lanes whose bye is awaited, by bit
   PeerHello peer_;

@@ -15,7 +15,9 @@
 namespace kvcore::transport {
 namespace {
 
-constexpr std::string_view kLabel = "kvcore-link-2";
+constexpr std::string_view kLabel = "kvcore-link-3";
+constexpr std::int64_t kLeastKeepaliveNs = 20'000'000;  // a shorter one would only be pings
+constexpr std::int64_t kDialAgainNs = 10'000'000;
 
 }  // namespace
 
@@ -65,8 +67,11 @@ void Connection::watch(const Lane& lane, int how) {
 Status Connection::greet() {
   KVCORE_ASSIGN_OR_RETURN(peer_, parse_link_hello(lanes_[0].auth->peer_hello()));
   KVCORE_RETURN_IF_ERROR(check_models(io_->shared.options.model_digest, peer_.model));
+  if (!initiator_) KVCORE_RETURN_IF_ERROR(io_->shared.room_for_link());
+  if (peer_.keepalive_ns != 0) peer_.keepalive_ns = std::max(peer_.keepalive_ns, kLeastKeepaliveNs);
   const std::lock_guard lock(io_->shared.mu);
   link_->peer = peer_;
+  link_->proven = true;
   return {};
 }
 
@@ -83,7 +88,7 @@ void Connection::on_established(std::int64_t now) {
       sessions_->add(lanes_[0].auth->session_id(), this);
   }
   link_->up = was_up_ = true;
-  open_credits();
+  credits_.open(peer_.window);
   io_->shared.events.push(Up{link_->id, !initiator_});
   if (!shm()) return;
   for (const auto& [id, view] : io_->shared.grants.regions()) announce_region(id, view);
@@ -91,11 +96,25 @@ void Connection::on_established(std::int64_t now) {
 
 // The initiator's part, once the peer is known: to where the first connection went.
 void Connection::dial_lanes() {
+  dial_at_ns_ = 0;
   for (std::uint32_t n = 1; n < num_lanes_ && !dead(); ++n) {
+    if (lanes_[n].state != Lane::State::kNone) continue;
     auto fd = open_connection_like(lanes_[0].fd.get());
     if (!fd) return fail(fd.error());
     open_lane(lanes_[n], std::move(*fd), make_join_hello(*lanes_[0].auth, n));
   }
+}
+
+// The owner had not taken this lane yet: among its strangers, newer ones may have had its place.
+// Nothing but the handshake went over it, so another may follow until lanes_deadline_ns_.
+bool Connection::dial_again(Lane& lane, std::int64_t now) {
+  if (!initiator_ || lane.number == 0 || lane.state == Lane::State::kUp || state_ != State::kUp)
+    return false;
+  const std::uint32_t number = lane.number;
+  lane = Lane();  // and with the socket what epoll knows of it
+  lane.number = number;
+  dial_at_ns_ = now + kDialAgainNs;
+  return true;
 }
 
 // An accepted connection has proved the key: a new link, or a lane of one that is up.
@@ -123,6 +142,7 @@ void Connection::adopt(std::uint32_t number, Lane lane, std::int64_t now) {
   set_tcp_options(own.fd.get(), number);
   watch(own, EPOLL_CTL_MOD);
   on_lane_up(own, now);
+  control(own, FrameType::kPing);  // it has joined: the peer may use it now
   parse(own);
 }
 
@@ -150,6 +170,7 @@ void Connection::on_event(std::uint32_t source, std::uint32_t events, std::int64
     int error = 0;
     socklen_t size = sizeof error;
     ::getsockopt(lane.fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error != 0 && dial_again(lane, now)) return;
     if (error != 0)
       return fail(Error{ErrorCode::kPeerDead,
                         text("connect ", link_->peer_address, ": ", std::strerror(error))});

@@ -16,7 +16,7 @@ void Connection::pull(std::size_t first, std::size_t last, std::uint64_t budget,
     auto& queue = pulls_[c];
     while (!queue.empty() && !dead()) {
       if (!pull_step(&queue.front(), &budget, now)) return;
-      if (queue.front().kind != Pull::Kind::kMessage) receive_window_.give_back(queue.front().cost);
+      if (queue.front().kind != Pull::Kind::kMessage) credits_.give_back(queue.front().cost);
       queue.pop_front();
     }
   }

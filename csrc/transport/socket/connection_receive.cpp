@@ -17,7 +17,8 @@ constexpr std::size_t kRoundBytes = 4096UL * 1024;     // then other links have 
 constexpr std::size_t kBulkRoundBytes = 256UL * 1024;  // of a lower class
 constexpr std::size_t kMaxLandings = 1023;             // places filled by one system call
 constexpr std::size_t kMaxFds = 64;
-constexpr std::size_t kMaxInbound = 65536;  // operations of the peer at a time
+constexpr std::size_t kMaxInbound = 65536;           // operations of the peer at a time
+constexpr std::size_t kMaxServedRanges = 1UL << 20;  // of the peer's reads at a time: 16 MiB
 
 Error corrupt(std::string message) { return {ErrorCode::kCorrupt, std::move(message)}; }
 
@@ -73,15 +74,13 @@ ssize_t Connection::read_socket(Lane& lane, std::vector<iovec>* iov) {
       end_lane(lane);
       return 0;
     }
-    const std::string how = n == 0 ? "closed" : std::strerror(errno);
+    if (dial_again(lane, now_ns())) return 0;
+    const int error = n == 0 ? 0 : errno;
     if (state_ == State::kClosing) {  // it closed as well
       fail(Error{ErrorCode::kCancelled, "closed by this side"});
       return -1;
     }
-    const bool setup = state_ == State::kHandshake || state_ == State::kConnecting;
-    fail(setup ? Error{ErrorCode::kTransport, text("the connection ended during the handshake (",
-                                                   how, "): another key, version or protocol?")}
-               : Error{ErrorCode::kPeerDead, text("the peer's connection is gone: ", how)});
+    fail(connection_ended(state_ == State::kUp, error));
     return -1;
   }
   for (cmsghdr* c = shm() ? CMSG_FIRSTHDR(&message) : nullptr; c != nullptr;
@@ -129,8 +128,8 @@ void Connection::parse_handshake(Lane& lane, std::int64_t now) {
   if (!used) return fail(used.error());
   lane.rx_begin += *used;
   if (!lane.auth->established()) return;
-  if (lane.number > 0) return on_lane_up(lane, now);
-  lane.state = Lane::State::kUp;
+  lane.state = lane.number > 0 ? Lane::State::kJoining : Lane::State::kUp;
+  if (lane.number > 0) return;
   if (initiator_)
     on_established(now);
   else
@@ -154,8 +153,9 @@ bool Connection::parse_frame(Lane& lane) {
     fail(status);
     return false;
   }
+  if (lane.state == Lane::State::kJoining) on_lane_up(lane, now_ns());
   if (costs(static_cast<FrameType>(prefix.type)) &&
-      !receive_window_.take(cost_of(prefix.body_bytes, prefix.payload_bytes), kMaxFrameCost)) {
+      !credits_.take(cost_of(prefix.body_bytes, prefix.payload_bytes), kMaxFrameCost)) {
     fail(corrupt("the peer sends more than its credits allow"));
     return false;
   }
@@ -254,7 +254,7 @@ void Connection::on_write(Lane& lane, const FramePrefix& prefix, Bytes body) {
   if (region == peer_regions_.end()) {
     fail_write(lane, head.op,
                invalid_argument(text("region ", head.region, " is not shared with the peer")));
-    receive_window_.give_back(cost);
+    credits_.give_back(cost);
     if (last) finish_write(lane, head.op);
     return;
   }
@@ -291,11 +291,16 @@ void Connection::on_result(Bytes body) {
 void Connection::on_abort(Lane& lane, Bytes body) {
   const auto head = parse_head<OpHead>(body);
   if (!head) return fail(head.error());
-  if (const auto served = serving_.extract(head->op))
-    receive_window_.give_back(served.mapped().cost);
+  if (serving_.contains(head->op)) {
+    for (auto& queue : tx_)
+      std::erase_if(queue, [&](const TxItem& item) {
+        return item.kind == TxItem::Kind::kServe && item.op == head->op;
+      });
+    end_serve(head->op);
+  }
   const auto it = inbound_.find(head->op);
   if (it == inbound_.end()) return;
-  if (it->second.charged) receive_window_.give_back(kFrameCost);
+  if (it->second.charged) credits_.give_back(kFrameCost);
   const bool answer = shm() && !it->second.failed;
   inbound_.erase(it);  // waiting pulls of it are skipped
   if (answer)
@@ -309,7 +314,7 @@ void Connection::on_read_request(Lane& lane, const FramePrefix& prefix, Bytes bo
   const std::uint64_t op = frame->head.op;
   const std::uint64_t cost = cost_of(prefix.body_bytes, 0);
   const auto refuse = [&](const Status& why) {
-    receive_window_.give_back(cost);
+    credits_.give_back(cost);
     control(lane, FrameType::kResult, make_result(op, why));
   };
   const GrantRef grant = frame->head.grant;
@@ -317,9 +322,13 @@ void Connection::on_read_request(Lane& lane, const FramePrefix& prefix, Bytes bo
           io_->shared.grants.check(grant, Rights::kRead, frame->ranges, now_ns(), peer_.identity);
       !ok)
     return refuse(ok);
+  if (serving_.contains(op)) return fail(corrupt(text("the peer asks twice for read ", op)));
   if (serving_.size() >= kMaxInbound) return fail(corrupt("the peer has too many reads at a time"));
+  if (served_ranges_ + frame->ranges.size() > kMaxServedRanges)
+    return refuse(Error{ErrorCode::kTransport,
+                        text("reads of more than ", kMaxServedRanges, " ranges at a time")});
   if (!shm()) {
-    serving_.insert_or_assign(op, Serve{grant, std::move(frame->ranges), 0, 0, cost});
+    serve(op, Serve{grant, std::move(frame->ranges), 0, 0, cost});
     tx_[prefix.priority].push_back({TxItem::Kind::kServe, op, {}});
     return;
   }
@@ -327,10 +336,22 @@ void Connection::on_read_request(Lane& lane, const FramePrefix& prefix, Bytes bo
   if (!region) return refuse(region.error());
   // The command that tells of a fresh region may still be on its way.
   if (const auto view = io_->shared.grants.region(*region)) announce_region(*region, *view);
-  serving_.insert_or_assign(op, Serve{grant, std::move(frame->ranges), 0, 0, cost});
-  OutFrame go{FrameType::kReadGo, static_cast<Priority>(prefix.priority)};
-  go.body = make_body(GoHead{op, static_cast<std::uint32_t>(*region)});
-  lane.control.push_back(std::move(go));
+  serve(op, Serve{grant, std::move(frame->ranges), 0, 0, cost});
+  control(lane, FrameType::kReadGo, make_body(GoHead{op, static_cast<std::uint32_t>(*region)}),
+          static_cast<Priority>(prefix.priority));
+}
+
+void Connection::serve(std::uint64_t op, Serve serve) {
+  served_ranges_ += serve.ranges.size();
+  serving_.emplace(op, std::move(serve));
+}
+
+void Connection::end_serve(std::uint64_t op) {
+  const auto it = serving_.find(op);
+  if (it == serving_.end()) return;
+  credits_.give_back(it->second.cost);
+  served_ranges_ -= it->second.ranges.size();
+  serving_.erase(it);
 }
 
 void Connection::on_read_data(Lane& lane, const FramePrefix& prefix, Bytes body) {
@@ -366,8 +387,7 @@ void Connection::on_read_done(Lane& lane, Bytes body) {
                                                now_ns(), peer_.identity);
   if (held.ok())
     for (const Range& r : it->second.ranges) link_->bytes_out += r.bytes;
-  receive_window_.give_back(it->second.cost);
-  serving_.erase(it);
+  end_serve(head->op);
   control(lane, FrameType::kResult, make_result(head->op, held));
 }
 
@@ -495,7 +515,7 @@ bool Connection::settle(Lane& lane, std::uint64_t landed, std::span<std::byte* c
 void Connection::chunk_landed(Lane& lane) {
   const Sink done = std::move(lane.sink);
   lane.sink = Sink();
-  receive_window_.give_back(done.cost);
+  credits_.give_back(done.cost);
   const auto it = inbound_.find(done.op);
   if (done.kind == Sink::Kind::kWrite && it != inbound_.end()) {
     for (const Piece& piece : done.pieces) it->second.bytes += piece.bytes;
@@ -510,7 +530,7 @@ void Connection::finish_write(Lane& lane, std::uint64_t op) {
   if (it == inbound_.end()) return;
   const InWrite write = it->second;
   inbound_.erase(it);
-  if (write.charged && (write.failed || !write.notify)) receive_window_.give_back(kFrameCost);
+  if (write.charged && (write.failed || !write.notify)) credits_.give_back(kFrameCost);
   if (write.failed) return;
   link_->bytes_in += write.bytes;
   if (write.notify)

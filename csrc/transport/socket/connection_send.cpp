@@ -12,14 +12,19 @@ constexpr std::size_t kOutboxBytes = 256UL * 1024;  // built ahead of the socket
 constexpr std::size_t kRoundBytes = 4096UL * 1024;  // then other links have their turn
 constexpr std::size_t kBulkBytes = 256UL * 1024;    // both, of a lower class
 constexpr std::uint64_t kTcpChunk = 256UL * 1024;   // its checksum and its copy meet in L2
+// Twice what two sides with the most operations can owe each other.
+constexpr std::size_t kMaxControl = 262144;
 constexpr std::uint64_t kShmChunk = 16384UL * 1024;
 
 }  // namespace
 
-void Connection::control(Lane& lane, FrameType type, std::vector<std::byte> body) {
-  OutFrame frame{type};
+void Connection::control(Lane& lane, FrameType type, std::vector<std::byte> body,
+                         Priority priority) {
+  OutFrame frame{type, priority};
   frame.body = std::move(body);
   lane.control.push_back(std::move(frame));
+  if (lane.control.size() > kMaxControl)
+    fail(Error{ErrorCode::kTransport, text("the peer takes no answers: ", kMaxControl, " wait")});
 }
 
 void Connection::pump(Lane& lane, std::int64_t now) {
@@ -35,6 +40,7 @@ void Connection::pump(Lane& lane, std::int64_t now) {
     if (lane.outbox.empty()) return;
     const auto n = lane.outbox.flush(lane.fd.get(), ahead);
     if (!n) {
+      if (dial_again(lane, now)) return;
       lane.hung_up = true;
       receive(lane, now);  // what it said before its end, a goodbye perhaps
       return fail(n.error());
@@ -70,7 +76,7 @@ bool Connection::build_from(Lane& lane, std::deque<TxItem>* queue, Priority prio
     TxItem& item = queue->front();
     if (item.kind == TxItem::Kind::kMessage) {
       const std::uint64_t head = item.op == 0 ? 0 : sizeof(OpHead);
-      if (!may_send(cost_of(head + item.message.size(), 0), priority, now)) return false;
+      if (!credits_.may_send(cost_of(head + item.message.size(), 0), priority, now)) return false;
       OutFrame frame{FrameType::kMessage, priority};
       link_->queued_message_bytes -= item.message.size();
       if (item.op != 0) frame.flags |= kFlagAnswer;
@@ -91,7 +97,7 @@ bool Connection::build_from(Lane& lane, std::deque<TxItem>* queue, Priority prio
     }
     if (op != nullptr && op->is_read) {
       const std::uint64_t body = sizeof(ReadHead) + op->segments.size() * sizeof(Range);
-      if (!may_send(cost_of(body, 0), priority, now)) return false;
+      if (!credits_.may_send(cost_of(body, 0), priority, now)) return false;
       push_read_request(lane, op, priority);
       queue->pop_front();
       *built = true;
@@ -215,8 +221,7 @@ bool Connection::push_serve_chunk(Lane& lane, std::uint64_t id, Priority priorit
     OutFrame result{FrameType::kResult, priority};
     result.body = make_result(id, status);
     lane.outbox.push(&*lane.auth, std::move(result));
-    receive_window_.give_back(serve.cost);
-    serving_.erase(id);
+    end_serve(id);
   }
   return over;
 }

@@ -3,6 +3,7 @@
 #include <bit>
 #include <string_view>
 
+#include "base/printable.h"
 #include "base/text.h"
 
 namespace kvcore::transport {
@@ -40,6 +41,21 @@ Result<std::uint64_t> total_bytes(const std::vector<Item>& items, std::uint64_t 
   return total;
 }
 
+std::size_t most_body_bytes(const FramePrefix& p) {
+  switch (static_cast<FrameType>(p.type)) {
+    case FrameType::kPing:
+      return 0;
+    case FrameType::kBye:
+      return sizeof(ByeHead);
+    case FrameType::kCredit:
+      return sizeof(Credit);
+    case FrameType::kMessage:
+      return kMaxMessageBytes + ((p.flags & kFlagAnswer) != 0 ? sizeof(OpHead) : 0);
+    default:
+      return kMaxBodyBytes;
+  }
+}
+
 }  // namespace
 
 Status check_prefix(const FramePrefix& p, bool shm) {
@@ -49,9 +65,13 @@ Status check_prefix(const FramePrefix& p, bool shm) {
   if (p.priority >= kNumPriorities)
     return corrupt(text("frame priority ", static_cast<int>(p.priority), " is unknown"));
   if ((p.flags & ~kAllFlags) != 0) return corrupt(text("frame flags ", p.flags, " are unknown"));
-  if (p.body_bytes > kMaxBodyBytes)
-    return corrupt(text("frame body of ", p.body_bytes, " bytes exceeds ", kMaxBodyBytes));
   const auto type = static_cast<FrameType>(p.type);
+  if (p.body_bytes > most_body_bytes(p))
+    return corrupt(
+        text("frame type ", static_cast<int>(p.type), " with a body of ", p.body_bytes, " bytes"));
+  const bool only_shm = type >= FrameType::kReadGo && type <= FrameType::kRegionGone;
+  if (shm ? type == FrameType::kReadData : only_shm)
+    return corrupt(text("frame type ", static_cast<int>(p.type), " does not belong to this link"));
   const bool payload = !shm && (type == FrameType::kWrite || type == FrameType::kReadData);
   if (payload ? p.payload_bytes == 0 || p.payload_bytes > kMaxPayloadBytes : p.payload_bytes != 0)
     return corrupt(text("frame payload of ", p.payload_bytes, " bytes is not allowed here"));
@@ -90,7 +110,8 @@ Result<ReadFrame> parse_read(Bytes body) {
 
 std::vector<std::byte> make_result(std::uint64_t op, const Status& status) {
   if (status.ok()) return make_body(ResultHead{op, 0});
-  const std::string_view message = std::string_view(status.error().message).substr(0, 1000);
+  const std::string_view message =
+      std::string_view(status.error().message).substr(0, kMaxResultText);
   return make_body(ResultHead{op, static_cast<std::uint64_t>(status.error().code) + 1},
                    std::span<const char>(message));
 }
@@ -99,13 +120,17 @@ Result<ResultFrame> parse_result(Bytes body) {
   if (body.size() < sizeof(ResultHead)) return corrupt("result frame too short");
   ResultFrame out{};
   std::memcpy(&out.head, body.data(), sizeof out.head);
-  if (out.head.code == 0) return out;
+  if (out.head.code == 0) {
+    if (body.size() != sizeof(ResultHead)) return corrupt("result frame too long");
+    return out;
+  }
   if (out.head.code - 1 > static_cast<std::uint64_t>(kLastErrorCode))
     return corrupt(text("result code ", out.head.code, " is unknown"));
   const Bytes rest = body.subspan(sizeof(ResultHead));
-  out.status =
-      Error{static_cast<ErrorCode>(out.head.code - 1),
-            "by the peer: " + std::string(reinterpret_cast<const char*>(rest.data()), rest.size())};
+  if (rest.size() > kMaxResultText)
+    return corrupt(text("result text of ", rest.size(), " bytes exceeds ", kMaxResultText));
+  const std::string_view words(reinterpret_cast<const char*>(rest.data()), rest.size());
+  out.status = Error{static_cast<ErrorCode>(out.head.code - 1), "by the peer: " + printable(words)};
   return out;
 }
 

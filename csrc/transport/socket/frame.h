@@ -50,6 +50,7 @@ inline constexpr std::uint16_t kAllFlags = 15;
 inline constexpr std::size_t kMacBytes = 16;
 inline constexpr std::size_t kMaxPieces = 1024;  // of one chunk
 inline constexpr std::size_t kMaxBodyBytes = kMaxMessageBytes + 4096;
+inline constexpr std::size_t kMaxResultText = 1000;  // of a kResult
 inline constexpr std::size_t kMaxPayloadBytes = 1024UL * 1024;
 
 struct FramePrefix {

@@ -28,7 +28,8 @@ struct Sink {  // where the payload of the current frame goes (tcp)
 };
 
 struct Lane {
-  enum class State : std::uint8_t { kNone, kConnecting, kHandshake, kUp };
+  // kJoining: the initiator's lane n > 0 whose owner has not said that it has taken it.
+  enum class State : std::uint8_t { kNone, kConnecting, kHandshake, kJoining, kUp };
 
   std::uint32_t number = 0;  // = the class it carries
   State state = State::kNone;

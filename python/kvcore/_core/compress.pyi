@@ -53,6 +53,12 @@ class Sealer:
         ``table``: 0 = the least faithful one. Pages stay as they are that a sequence of a more
         faithful table holds. ``high_first``: from the highest address down, not in their order.
         """
+    def exchange(self, pages: Sequence[int], table: int) -> list[int]:
+        """Pages of the table's class in place of open single ones that hold nothing yet.
+
+        For content that arrives compressed (``kvcore.stream``); held as those were. Table 0, or no
+        bytes for them: open ones.
+        """
     def step(self, busy: bool) -> None:
         """A step's share of the queue; ``busy``: sequences decode, so keep it short."""
     def run(self, max_pages: int) -> int:

@@ -2,6 +2,7 @@ from collections.abc import Sequence
 from typing import Any
 
 def now_ns() -> int: ...
+def rdma_missing() -> str: ...
 def address_of(buffer: Any) -> tuple[int, int]: ...
 def address_of_dlpack(capsule: Any) -> tuple[int, int]: ...
 
@@ -18,7 +19,7 @@ class Link:
     def write(
         self,
         region: int,
-        segments: Sequence[tuple[int, int, int]],
+        segments: Any,
         grant: bytes,
         tag: int,
         deadline_ns: int,
@@ -28,7 +29,7 @@ class Link:
     def read(
         self,
         region: int,
-        segments: Sequence[tuple[int, int, int]],
+        segments: Any,
         grant: bytes,
         deadline_ns: int,
         priority: int,

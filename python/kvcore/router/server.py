@@ -97,7 +97,7 @@ class Router:
             return
         old = self._connections.pop(worker_id, None)
         if old is not None:
-            old.abort()
+            old.abort("the worker connected anew")
         ack = {"router_id": self._router_id, "heartbeat_ms": self._heartbeat_ms}
         connection.send_nowait("hello_ack", ack)
         self._connections[worker_id] = connection
@@ -128,7 +128,7 @@ class Router:
         level = logging.INFO if connection.closed_in_order else logging.WARNING
         log.log(level, "%s (pid %d) is gone: %s", worker.name, worker.pid, reason)
         self.act(self.dispatcher.worker_down(worker.worker_id, reason, self.now()))
-        connection.abort()
+        connection.abort(reason)
 
     async def _tick(self) -> None:
         last = self.now()

@@ -77,6 +77,9 @@ class DecodeEngine(_StreamEngine):
         first = seq.num_computed // seq.page_size
         last = -(-seq.num_prompt // seq.page_size)
         limit_s = seq.request.deadline_s or self.grant_limit_s
+        if self.memory.sealer:  # what arrives full arrives compressed, a sequence's first excepted
+            full = slice(max(first, 1), seq.num_prompt // seq.page_size)
+            seq.pages[full] = self.memory.sealer.exchange(seq.pages[full].tolist(), seq.kv_table)
         grant = self.endpoint.grant(
             seq.request_id,
             seq.pages[first:last].tolist(),
@@ -141,11 +144,9 @@ class PrefillEngine(_StreamEngine):
 
     def prefill(self, request: Request, grant: bytes, start_token: int) -> None:
         """Queues a prompt whose tokens from ``start_token`` on go to ``grant``."""
-        page, size = self.memory.page_size, request.tokens.size
-        if start_token % page or not 0 <= start_token < max(size, 1):
-            raise InvalidArgument(
-                f"start_token is {start_token}; allowed: multiples of {page} below {size}"
-            )
+        size = request.tokens.size
+        if not 0 <= start_token < max(size, 1):
+            raise InvalidArgument(f"start_token is {start_token}; allowed: 0 to {size - 1}")
         if request.request_id in self._sending:
             raise InvalidArgument(f"request_id {request.request_id.hex()} is already in use here")
         self.add(request, extra=_Handover(grant, start_token))
@@ -185,9 +186,8 @@ class PrefillEngine(_StreamEngine):
         first = handover.start_token // seq.page_size
         last = -(-seq.num_prompt // seq.page_size)
         handover.sender = self.endpoint.open(handover.grant, seq.pages[first:last].tolist())
-        cached = seq.num_computed // seq.page_size - first
-        if cached > 0:  # known here, unknown there: these go at once
-            handover.sender.push_cached(0, cached)
+        # Known here, unknown there: these go at once.
+        handover.sender.push_cached_upto(seq.num_computed)
 
     def _attention(self, rows: Rows[Row]) -> Any:
         senders = [(row.seq.extra.sender, index) for index, row in enumerate(rows)]

@@ -113,6 +113,27 @@ TEST_F(SealerTest, PagesThatCannotBeEncodedStayOpenAndFreedOnesArePassedOver) {
   EXPECT_EQ(sealer_->add(std::span(pages_).first(1), 0, false).value(), 0);
 }
 
+TEST_F(SealerTest, PagesThatArriveCompressedCountAsTheirClass) {
+  ASSERT_TRUE(sealer_->hold(pages_, kBalanced).ok());
+  const std::int64_t open_bytes = pool_->stats().open_bytes;
+  const auto fresh = sealer_->exchange(pages_, kBalanced).value();
+  ASSERT_EQ(fresh.size(), pages_.size());
+  EXPECT_EQ(pool_->stats().open_bytes, 0);
+  EXPECT_LT(pool_->stats().compressed_bytes, open_bytes / 2);  // runs are rounded up to 4 KiB
+  EXPECT_EQ(sealer_->held(), 4);
+  for (const std::int32_t page : fresh)
+    EXPECT_EQ(pool_->place(page).value().class_number, sealer_->class_number(1));
+  EXPECT_EQ(sealer_->faithful(fresh, kOpen).value(), 0);
+  EXPECT_EQ(sealer_->faithful(fresh, kBalanced).value(), 4);
+  EXPECT_EQ(sealer_->add(fresh, kBalanced, false).value(), 0);  // nothing is left to seal
+  ASSERT_TRUE(sealer_->drop(fresh, kBalanced).ok());
+  EXPECT_EQ(sealer_->held(), 0);
+  ASSERT_TRUE(pool_->decref(fresh).ok());
+  EXPECT_EQ(pool_->stats().compressed_bytes, 0);
+  const auto open = pool_->alloc(2, 1).value();
+  EXPECT_EQ(sealer_->exchange(open, kOpen).value(), open);
+}
+
 TEST_F(SealerTest, WrongPagesAndTablesAreRefused) {
   const std::vector<std::int32_t> beyond = {pages_[0], 60}, below = {-1};
   EXPECT_FALSE(sealer_->hold(beyond, kOpen).ok());

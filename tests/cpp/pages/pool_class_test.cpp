@@ -181,5 +181,37 @@ TEST(PoolClasses, BytesHeldOnlyByACacheAreCounted) {
   EXPECT_EQ(freeable(), s.open_bytes);
 }
 
+TEST(PoolInClass, PagesAreCompressedFromTheStartAndComeFreeOneByOne) {
+  for (const std::int32_t extent : {1, 2}) {
+    const auto pool = pool_of(extent);
+    const PageClass small = small_class(pool->spec());
+    const std::int32_t number = pool->add_class(small).value();
+    const PoolStats before = pool->stats();
+    EXPECT_FALSE(pool->alloc_in_class(1, 0).ok());
+    EXPECT_FALSE(pool->alloc_in_class(-1, number).ok());
+    const Pages pages = pool->alloc_in_class(3, number).value();
+    EXPECT_EQ(pool->stats().compressed_bytes, 3 * small.run_bytes(1));
+    EXPECT_EQ(pool->stats().open_bytes, 0);
+    EXPECT_EQ(pool->class_pages()[static_cast<std::size_t>(number)], 3);
+    for (const std::int32_t page : pages) {
+      EXPECT_EQ(pool->place(page).value().class_number, number);
+      EXPECT_FALSE(pool->is_sealed(page).value());
+      EXPECT_EQ(pool->refs(page).value().owner, 1);
+    }
+    const std::uint64_t generation = pool->generation(pages[1]).value();
+    ASSERT_TRUE(pool->io_acquire(std::span(pages).subspan(1, 1)).ok());
+    ASSERT_TRUE(pool->decref(pages).ok());
+    EXPECT_EQ(pool->stats().compressed_bytes, small.run_bytes(1));  // a transfer writes it
+    ASSERT_TRUE(pool->io_release(std::span(pages).subspan(1, 1)).ok());
+    EXPECT_EQ(pool->stats().free_bytes, before.free_bytes);
+    EXPECT_EQ(pool->generation(pages[1]).value(), generation + 1);
+    const auto all = pool->alloc_in_class(1 << 20, number);  // nothing, where not all fit
+    ASSERT_FALSE(all.ok());
+    EXPECT_EQ(all.error().code, ErrorCode::kOutOfPages);
+    EXPECT_EQ(pool->stats().free_bytes, before.free_bytes);
+    EXPECT_EQ(pool->alloc(4 * extent).value().size(), static_cast<std::size_t>(4 * extent));
+  }
+}
+
 }  // namespace
 }  // namespace kvcore::pages

@@ -244,7 +244,7 @@ TEST(Core, AReceiverThatVerifiesRefusesASenderThatDoesNotSum) {
 
 TEST(Core, OtherLayoutsAreRefusedBeforeAnythingIsHeld) {
   auto spec = testing::small_spec();
-  spec.num_kv_heads = 2;
+  spec.head_dim_v = 32;
   World w({}, {}, testing::make_pool(spec));
   std::mt19937_64 rng(3);
   const auto to = *w.decode->pool->alloc(2);
@@ -254,7 +254,7 @@ TEST(Core, OtherLayoutsAreRefusedBeforeAnythingIsHeld) {
   const auto port = w.prefill->core->open(*grant, from, w.now());
   ASSERT_FALSE(port.ok());
   EXPECT_EQ(port.error().code, ErrorCode::kUnsupported);
-  EXPECT_NE(port.error().message.find("num_kv_heads=1"), std::string::npos);
+  EXPECT_NE(port.error().message.find("head_dim_v=16"), std::string::npos);
   EXPECT_EQ(w.prefill->pool->stats().io_pages, 0);
 }
 
@@ -288,7 +288,7 @@ TEST(Core, BadCallsAreRefusedByName) {
   ASSERT_TRUE(grant.ok());
   EXPECT_NE(message(core.grant(id, pages, 0, 32, t, end)).find("already"), std::string::npos);
   const auto from = *w.prefill->pool->alloc(4);
-  EXPECT_NE(message(w.prefill->core->open(*grant, from, t)).find("grant has 2"), std::string::npos);
+  EXPECT_NE(message(w.prefill->core->open(*grant, from, t)).find("lie in 2"), std::string::npos);
   EXPECT_NE(message(w.prefill->core->open({}, from, t)).find("magic"), std::string::npos);
 }
 

@@ -11,7 +11,7 @@ namespace {
 using transport::LinkId;
 using transport::OpId;
 
-constexpr Shape kShape{
+const Shape kShape{
     .num_layers = 2, .num_slots = 2, .page_size = 16, .num_tokens = 20, .slice_bytes = 100};
 constexpr transport::GrantRef kGrant{5, 6};
 
@@ -31,7 +31,7 @@ StreamMessage message(MessageKind kind, std::int64_t at_ns = 0) {
 }
 
 Receiver opened() {
-  Receiver r({}, kShape, kGrant, local_host_id(), 1000);
+  Receiver r({}, {{kShape, kGrant}}, local_host_id(), 1000);
   r.on_open(LinkId{1}, message(MessageKind::kOpen), "loopback");
   return r;
 }
@@ -42,11 +42,11 @@ TEST(Receiver, CompletesOnlyWithEverySliceAndCommit) {
     StreamMessage commit = message(MessageKind::kCommit, 60);
     commit.payload = testing::as_payload("7");
     if (commit_first) r.on_message(LinkId{1}, commit, 30);
-    r.on_arrival(LinkId{1}, {0, 0, 2}, 200, 40, {}, 40);
+    r.on_arrival(LinkId{1}, 0, {0, 0, 2}, 200, 40, {}, 40);
     r.on_message(LinkId{1}, message(MessageKind::kMark, 50), 55);
-    r.on_arrival(LinkId{1}, {1, 1, 1}, 100, 50, {}, 50);
+    r.on_arrival(LinkId{1}, 0, {1, 1, 1}, 100, 50, {}, 50);
     EXPECT_EQ(r.take_actions().size(), 0u);
-    r.on_arrival(LinkId{1}, {1, 0, 1}, 100, 70, {}, 70);
+    r.on_arrival(LinkId{1}, 0, {1, 0, 1}, 100, 70, {}, 70);
     if (!commit_first) {
       EXPECT_EQ(r.state(), Receiver::State::kStreaming);
       r.on_message(LinkId{1}, commit, 80);
@@ -69,15 +69,15 @@ TEST(Receiver, CompletesOnlyWithEverySliceAndCommit) {
 }
 
 TEST(Receiver, AcrossHostsTheSendersAcksCount) {
-  Receiver r({}, kShape, kGrant, local_host_id(), 1000);
+  Receiver r({}, {{kShape, kGrant}}, local_host_id(), 1000);
   StreamMessage open = message(MessageKind::kOpen);
   open.host[0] ^= std::byte{1};
   r.on_open(LinkId{1}, open, "tcp");
-  r.on_arrival(LinkId{1}, {0, 0, 2}, 200, 40, {}, 40);
+  r.on_arrival(LinkId{1}, 0, {0, 0, 2}, 200, 40, {}, 40);
   StreamMessage mark = message(MessageKind::kMark, 999999);  // another clock
   mark.acked_bytes = 100;
   r.on_message(LinkId{1}, mark, 55);
-  r.on_arrival(LinkId{1}, {1, 0, 2}, 200, 70, {}, 70);
+  r.on_arrival(LinkId{1}, 0, {1, 0, 2}, 200, 70, {}, 70);
   r.on_message(LinkId{1}, message(MessageKind::kCommit, 1), 80);
   const auto actions = r.take_actions();
   const auto& done = std::get<Receiver::Complete>(actions.back());
@@ -88,12 +88,12 @@ TEST(Receiver, AcrossHostsTheSendersAcksCount) {
 
 TEST(Receiver, DuplicatesAndStrangersAreCountedAndDropped) {
   Receiver r = opened();
-  r.on_arrival(LinkId{1}, {0, 0, 2}, 200, 40, {}, 40);
-  r.on_arrival(LinkId{1}, {0, 0, 2}, 200, 41, {}, 41);
-  r.on_arrival(LinkId{2}, {1, 0, 2}, 200, 42, {}, 42);
+  r.on_arrival(LinkId{1}, 0, {0, 0, 2}, 200, 40, {}, 40);
+  r.on_arrival(LinkId{1}, 0, {0, 0, 2}, 200, 41, {}, 41);
+  r.on_arrival(LinkId{2}, 0, {1, 0, 2}, 200, 42, {}, 42);
   r.on_message(LinkId{2}, message(MessageKind::kCommit), 43);
   r.on_message(LinkId{1}, message(MessageKind::kDone), 43);
-  r.on_arrival(LinkId{1}, {1, 0, 2}, 200, 44, {}, 44);
+  r.on_arrival(LinkId{1}, 0, {1, 0, 2}, 200, 44, {}, 44);
   EXPECT_EQ(r.state(), Receiver::State::kStreaming);
   r.on_message(LinkId{1}, message(MessageKind::kCommit), 45);
   const auto actions = r.take_actions();
@@ -104,7 +104,7 @@ TEST(Receiver, DuplicatesAndStrangersAreCountedAndDropped) {
 }
 
 TEST(Receiver, ASecondSenderOrAnOldGrantIsRefused) {
-  Receiver r({}, kShape, kGrant, local_host_id(), 1000);
+  Receiver r({}, {{kShape, kGrant}}, local_host_id(), 1000);
   StreamMessage old = message(MessageKind::kOpen);
   old.grant.generation = 5;
   r.on_open(LinkId{1}, old, "shm");
@@ -119,12 +119,12 @@ TEST(Receiver, ASecondSenderOrAnOldGrantIsRefused) {
 TEST(Receiver, WhatDoesNotFitTheGrantFailsTheStream) {
   for (const SliceRun run : {SliceRun{2, 0, 1}, {0, 2, 1}, {0, 0, 3}, {0, 1, 2}, {0, 0, 0}}) {
     Receiver r = opened();
-    r.on_arrival(LinkId{1}, run, run.count * 100, 40, {}, 40);
+    r.on_arrival(LinkId{1}, 0, run, run.count * 100, 40, {}, 40);
     EXPECT_EQ(r.state(), Receiver::State::kFailed);
     EXPECT_EQ(count_of<Receiver::Failed>(r.take_actions()), 1);
   }
   Receiver r = opened();
-  r.on_arrival(LinkId{1}, {0, 0, 1}, 99, 40, {}, 40);
+  r.on_arrival(LinkId{1}, 0, {0, 0, 1}, 99, 40, {}, 40);
   EXPECT_EQ(r.state(), Receiver::State::kFailed);
 }
 
@@ -138,11 +138,11 @@ TEST(Receiver, EndsOnce) {
       },
       [](Receiver& r) { r.on_message(LinkId{1}, message(MessageKind::kSenderAbort), 5); },
       [](Receiver& r) {
-        r.on_arrival(LinkId{1}, {0, 0, 1}, 100, 5, Error{ErrorCode::kCorrupt, ""}, 5);
+        r.on_arrival(LinkId{1}, 0, {0, 0, 1}, 100, 5, Error{ErrorCode::kCorrupt, ""}, 5);
       },
       [](Receiver& r) {
-        r.on_arrival(LinkId{1}, {0, 0, 2}, 200, 5, {}, 5);
-        r.on_arrival(LinkId{1}, {1, 0, 2}, 200, 5, {}, 5);
+        r.on_arrival(LinkId{1}, 0, {0, 0, 2}, 200, 5, {}, 5);
+        r.on_arrival(LinkId{1}, 0, {1, 0, 2}, 200, 5, {}, 5);
         r.on_message(LinkId{1}, message(MessageKind::kCommit), 6);
       },
   };

@@ -6,7 +6,9 @@
 #include "base/auth_session.h"
 #include "fixture.h"
 #include "transport/core/hello.h"
+#include "transport/core/io_loop.h"
 #include "transport/socket/address.h"
+#include "transport/socket/frame.h"
 
 namespace kvcore::transport {
 namespace {
@@ -80,6 +82,59 @@ TEST_P(Lanes, LastWordsOfEveryClassArriveBeforeTheEnd) {
   }
 }
 
+// The connections of the last link that may be there look like strangers, and are none.
+TEST_P(Lanes, ALinkCountsOnceAndGetsItsLanesInAFullHouse) {
+  TransportOptions one;
+  one.max_links = 1;
+  const std::size_t before = sockets();
+  connect(one, one);
+  EXPECT_TRUE(wait_for_sockets(before + 7)) << sockets() - before;
+  for (const Priority p : {Priority::kStream, Priority::kPrefetch, Priority::kBackground})
+    EXPECT_TRUE(in_class(p, 100'000).ok());
+  const std::string address = *owner->transport->listen(listen_address(GetParam()));
+  Node next(make({}));
+  ASSERT_TRUE(next.transport->connect(address).ok());
+  EXPECT_TRUE(next.next<Down>(3000).has_value());
+  EXPECT_TRUE(in_class(Priority::kStream, 100'000).ok());
+}
+
+// Lanes that lose their place among strangers before they have joined are dialled again.
+TEST_P(Lanes, AFloodOfStrangersCostsNoLinkItsLanes) {
+  owner.emplace(make({}));
+  const std::string address = *owner->transport->listen(listen_address(GetParam()));
+  std::vector<UniqueFd> idle;
+  for (int round = 0; round < 5; ++round) {
+    peer.emplace(make({}));
+    auto link = *peer->transport->connect(address);
+    ASSERT_TRUE(peer->next<Up>().has_value());
+    ASSERT_TRUE(owner->next<Up>().has_value());
+    for (int i = 0; i < 300; ++i) idle.push_back(take(open_connection(*parse_address(address))));
+    for (const Priority p : {Priority::kBackground, Priority::kPrefetch, Priority::kStream})
+      ASSERT_TRUE(link->send(bytes_of("here"), {p}).ok());
+    for (int i = 0; i < 3; ++i) ASSERT_TRUE(owner->next<Message>(3000).has_value()) << round;
+    EXPECT_FALSE(peer->next<Down>(1).has_value());
+    idle.clear();
+  }
+}
+
+// A lane stops being a stranger when it has joined: more of them than strangers may be stay.
+TEST_P(Lanes, LanesOfManyLinksAreNoStrangers) {
+  owner.emplace(make({}));
+  peer.emplace(make({}));
+  const std::string address = *owner->transport->listen(listen_address(GetParam()));
+  constexpr std::size_t kLinks = kMaxStrangersPerSource / 2 + 5;  // two lanes of each come later
+  std::vector<std::shared_ptr<Link>> links;
+  for (std::size_t i = 0; i < kLinks; ++i) {
+    links.push_back(*peer->transport->connect(address));
+    ASSERT_TRUE(peer->next<Up>().has_value()) << i;
+  }
+  for (const auto& link : links)
+    for (const Priority p : {Priority::kBackground, Priority::kPrefetch})
+      ASSERT_TRUE(link->send(bytes_of("here"), {p}).ok());
+  for (std::size_t i = 0; i < 2 * kLinks; ++i) ASSERT_TRUE(owner->next<Message>().has_value()) << i;
+  EXPECT_FALSE(peer->next<Down>(10).has_value());
+}
+
 // What stands in a full socket of the lowest class does not hold up the highest.
 TEST_P(Lanes, AFullBackgroundConnectionDoesNotHoldUpTheStream) {
   TransportOptions small;
@@ -107,7 +162,7 @@ TEST_P(Lanes, AFullBackgroundConnectionDoesNotHoldUpTheStream) {
 std::optional<AuthSession> shake_hands(int fd, const std::string& key,
                                        const std::vector<std::byte>& hello) {
   auto auth = take(AuthSession::make(AuthSession::Side::kInitiator, std::as_bytes(std::span(key)),
-                                     "kvcore-link-2", hello));
+                                     "kvcore-link-3", hello));
   std::vector<std::byte> out = auth.start();
   while (!auth.established()) {
     if (::send(fd, out.data(), out.size(), MSG_NOSIGNAL) < 0) return std::nullopt;
@@ -164,7 +219,9 @@ TEST_P(Lanes, OnlyTheFirstSessionCanNameItsLanes) {
   }
   const UniqueFd good = blocking_connection(address);
   ASSERT_TRUE(shake_hands(good.get(), key, hello).has_value());
-  ::usleep(20'000);
+  std::byte joined[sizeof(FramePrefix) + kMacBytes];  // the ping that says so
+  ASSERT_EQ(::recv(good.get(), joined, sizeof joined, MSG_WAITALL),
+            static_cast<ssize_t>(sizeof joined));
   const UniqueFd twice = blocking_connection(address);
   (void)shake_hands(twice.get(), key, hello);
   EXPECT_TRUE(closed_by_the_owner(twice.get()));

@@ -68,3 +68,31 @@ def test_a_peer_that_says_nothing_is_sent_away(
 
     asyncio.run(asyncio.wait_for(main(), 20))
     assert not [r for r in caplog.records if r.exc_info]
+
+
+def test_a_worker_that_is_given_up_hears_why(tmp_path: Path) -> None:
+    async def main() -> None:
+        index = ClusterIndex()
+        dispatcher = Dispatcher(index, lambda worker, tokens: (b"", []), heartbeat_timeout_s=0.2)
+        router = Router(dispatcher, "tcp:127.0.0.1:0", KEY)
+        await router.start()
+        silent = await wire.connect(router.address, KEY, "decode")
+        await silent.send("hello", hello(b"a"))
+        assert (await silent.recv())[0] == "hello_ack"
+        with pytest.raises(PeerDead, match="closed by the peer: no heartbeat"):
+            await silent.recv()
+        assert not dispatcher.workers
+
+        older = await wire.connect(router.address, KEY, "decode")
+        await older.send("hello", hello(b"a"))
+        await older.recv()
+        newer = await wire.connect(router.address, KEY, "decode")
+        await newer.send("hello", hello(b"a", incarnation=2))
+        assert (await newer.recv())[0] == "hello_ack"
+        with pytest.raises(PeerDead, match="closed by the peer: the worker connected anew"):
+            await older.recv()
+        for connection in (silent, older, newer):
+            await connection.close()
+        await router.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))

@@ -174,7 +174,7 @@ def test_bad_arguments(pair: Pair) -> None:
     grant = pair.decode.grant(rid, to, 64)
     with pytest.raises(InvalidArgument, match="already"):
         pair.decode.grant(rid, to, 64)
-    with pytest.raises(InvalidArgument, match="grant has 4"):
+    with pytest.raises(InvalidArgument, match="lie in 4 of this side"):
         pair.prefill.open(grant, to[:3])
     with pytest.raises(Corrupt):
         pair.prefill.open(grant[:-1], to)

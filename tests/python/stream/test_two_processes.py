@@ -183,13 +183,13 @@ def test_a_hung_peer_is_dead_after_the_keepalive(pair: tuple[Process, Process]) 
 
 
 def test_other_layouts_are_refused_at_once(link: dict[str, Any]) -> None:
-    prefill = Process(key=KEY, spec={"page_size": 32})
+    prefill = Process(key=KEY, spec={"head_dim_k": 64})
     decode = Process(key=KEY, listen=link["listen"])
     granted = decode("grant", tokens=20)
     began = time.monotonic()
     refused = prefill("open", grant=granted["grant"], tokens=20, stamp=1)
     assert time.monotonic() - began < 1
-    assert refused["error"] == "Unsupported" and "page_size=16" in refused["message"]
+    assert refused["error"] == "Unsupported" and "head_dim_k=32" in refused["message"]
     decode("release", request=granted["request"])
     prefill.quit()
     decode.quit()

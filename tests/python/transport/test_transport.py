@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from kvcore import errors
 from kvcore.transport import BACKGROUND, Link, Op, Transport
 
@@ -285,7 +286,7 @@ def test_the_example_and_a_killed_peer(tmp_path: pathlib.Path) -> None:
     pushed = subprocess.run(
         [*example, "push", bound], capture_output=True, text=True, check=True, timeout=60
     )
-    assert "GB/s over tcp" in pushed.stdout
+    assert "67108864 bytes written over tcp" in pushed.stdout
     assert "67108864 bytes arrived, tag 42, last byte 255" in server.communicate(timeout=30)[0]
 
     server = subprocess.Popen(
@@ -301,3 +302,45 @@ def test_the_example_and_a_killed_peer(tmp_path: pathlib.Path) -> None:
             link.recv(10)
         assert time.monotonic() - start < 2
     server.communicate()
+
+
+def test_arrays_of_segments_and_tensors_of_regions(pair: Pair) -> None:
+    owner, peer, to_peer, to_owner = pair
+    target, source = owner.allocate(SIZE), peer.allocate(SIZE)
+    sent, landed = torch.from_dlpack(source), np.from_dlpack(target)
+    assert sent.dtype == torch.uint8 and sent.shape == (SIZE,)
+    sent.copy_(torch.arange(SIZE, dtype=torch.int32).to(torch.uint8))
+    at = np.arange(100) * 1000
+    blocks = np.stack([at, at[::-1], np.full(100, 1000)], axis=1)
+    token = target.grant(rights="rw").token
+    for table in (blocks, np.asfortranarray(blocks), blocks.tolist()):
+        landed_before = target.data[:]
+        landed_before[:100_000] = bytes(100_000)
+        assert to_owner.write(source, table, token).wait(10) == 100_000
+        assert to_peer.arrival(10).bytes == 100_000
+        expected = sent.numpy()[:100_000].reshape(100, 1000)[::-1].reshape(-1)
+        assert np.array_equal(landed[:100_000], expected)
+    assert to_owner.read(source, blocks[:3], token).wait(10) == 3000
+    for wrong in (blocks[:, :2], blocks.astype(np.int32), blocks[0], blocks.astype(float)):
+        with pytest.raises(errors.InvalidArgument, match=r"int64 \[n, 3\]"):
+            to_owner.write(source, wrong, token)
+    blocks[7, 1] = -1
+    with pytest.raises(errors.InvalidArgument, match=r"segments\[7\]\[1\]=-1"):
+        to_owner.write(source, blocks, token)
+
+
+def test_a_tensor_of_a_region_outlives_its_transport() -> None:
+    with Transport() as transport:
+        tensor = torch.from_dlpack(transport.allocate(SIZE))
+    gc.collect()
+    tensor.fill_(7)
+    assert int(tensor.sum(dtype=torch.int64)) == 7 * SIZE
+
+
+def test_a_registered_tensor_is_lent_as_it_is() -> None:
+    with Transport() as transport:
+        region = transport.register(torch.arange(12).reshape(3, 4).contiguous().numpy())
+        assert np.from_dlpack(region).nbytes == 96
+        region.unregister()
+        with pytest.raises(errors.InvalidArgument, match="unregistered"):
+            region.__dlpack__()

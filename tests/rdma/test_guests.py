@@ -1,0 +1,113 @@
+"""RDMA for real, over Soft-RoCE in QEMU guests: `make test-rdma` (never part of a plain pytest).
+
+The programs are those of the C++ build in $KVCORE_BUILD (default build/release); guests see them
+where they lie.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from vm import Death, Guest, run  # noqa: E402
+
+BUILD = (ROOT / os.environ.get("KVCORE_BUILD", "build/release")).resolve()
+PROGRAMS = BUILD / "tests/cpp/transport"
+ROUNDS = 4
+ROUND_BYTES = 4 << 20
+MTU_BYTES = 4096
+PACKETS = "cat /sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts"
+
+pytestmark = pytest.mark.nightly
+
+
+def passed(guest: Guest) -> int:
+    """How many GoogleTest cases passed; fails with the guest's words when one did not."""
+    assert guest.code == 0, guest.output[-6000:]
+    assert "SKIPPED" not in guest.output, guest.output[-3000:]
+    found = re.search(r"\[  PASSED  \] (\d+) tests?", guest.output)
+    assert found, guest.output[-3000:]
+    return int(found[1])
+
+
+def test_device() -> None:
+    """Windows, fences, replays and counters of a real device."""
+    (guest,) = run([f"{PROGRAMS}/test_rdma_device --gtest_color=no"], timeout_s=200)
+    assert passed(guest) == 7
+
+
+def test_conformance() -> None:
+    """What link.h promises, over rdma with two rails, as over every other link."""
+    command = (
+        f"{PROGRAMS}/test_transport --gtest_color=no"
+        " --gtest_filter='*Conformance*/rdma:*Credited*/rdma'"
+    )
+    (guest,) = run([command], timeout_s=400)
+    assert passed(guest) >= 28
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Path:
+    """A folder both guests see, with the program in it."""
+    shutil.copy(PROGRAMS / "test_rdma_two_hosts", tmp_path / "two_hosts")
+    return tmp_path
+
+
+def pair(
+    share: Path,
+    before: str = "true",
+    rounds: int = ROUNDS,
+    death: Death | None = None,
+    timeout_s: float = 200,
+) -> tuple[Guest, Guest]:
+    """Owner in guest 0, writer in guest 1; `before` runs in the writer's guest first."""
+    owner, writer = run(
+        [
+            f"./two_hosts owner /share {rounds}; code=$?; sleep 1; exit $code",
+            f"{before}; ./two_hosts writer /share; code=$?; {PACKETS} > /share/packets; exit $code",
+        ],
+        share=share,
+        timeout_s=timeout_s,
+        death=death,
+    )
+    return owner, writer
+
+
+def test_two_hosts_and_the_device_counts_the_bytes(share: Path) -> None:
+    owner, writer = pair(share)
+    assert owner.code == 0, owner.output + writer.output
+    assert writer.code == 0, owner.output + writer.output
+    assert int((share / "packets").read_text()) * MTU_BYTES >= ROUNDS * ROUND_BYTES
+
+
+def test_one_percent_loss_changes_nothing(share: Path) -> None:
+    owner, writer = pair(share, before="guest-net loss 1")
+    assert owner.code == 0, owner.output + writer.output
+    assert writer.code == 0, owner.output + writer.output
+
+
+def wait_then(action: str) -> str:
+    """A shell line that acts once the first round is over."""
+    return f"(until [ -e /share/round ]; do sleep 0.1; done; {action}) &"
+
+
+def test_a_partition_is_reported_by_both_sides(share: Path) -> None:
+    cut = wait_then("guest-net partition")
+    owner, writer = pair(share, before=f"{cut} true", rounds=100_000)
+    for guest in (owner, writer):
+        assert guest.code == 3, owner.output + writer.output
+    assert re.search(r"DOWN: (PeerHung|PeerDead|peer)", owner.output, re.I), owner.output
+
+
+def test_a_dead_host_is_reported(share: Path) -> None:
+    owner, writer = pair(share, rounds=100_000, death=Death(guest=1, after_s=25))
+    assert owner.code == 3, owner.output + writer.output
+    assert "DOWN" in owner.output
