@@ -103,7 +103,6 @@ void RdmaChannel::start(std::unique_ptr<Op> op) {
 }
 
 void RdmaChannel::pass_on(SendCommand command) {
-  link_->queued_message_bytes -= command.bytes.size();
   peer_->outbound().send(command.options.priority, std::move(command.bytes), command.op);
 }
 
@@ -304,6 +303,7 @@ void RdmaChannel::make_peer(const std::vector<Nic*>& nics) {
   out.may_send = [this](std::uint64_t credit, Priority priority) {
     return credits_.may_send(credit, priority, io_->shared.now_ns());
   };
+  out.on_unqueued = [this](std::uint64_t bytes) { link_->queued_message_bytes -= bytes; };
   out.on_sent = [this](std::uint64_t credit) { credits_.spend(credit); };
   InboundOptions in;
   in.path = path;
@@ -392,7 +392,8 @@ std::size_t RdmaChannel::parse_frame(Bytes rest, std::int64_t now) {
   FramePrefix prefix;
   if (rest.size() < sizeof prefix) return 0;
   std::memcpy(&prefix, rest.data(), sizeof prefix);
-  if (const Status status = check_prefix(prefix, true); !status) return fail(status), 0;
+  if (const Status status = check_prefix(prefix, true, kTextHeadBytes); !status)
+    return fail(status), 0;
   const std::size_t sealed = sizeof prefix + prefix.body_bytes;
   if (rest.size() < sealed + kMacBytes) return 0;
   if (const Status status = auth_->open({rest.first(sealed)}, rest.subspan(sealed, kMacBytes));

@@ -92,6 +92,7 @@ using Control = std::variant<Offer, Accept, Refuse, Broken, Map, Mapped, Unmappe
 // What a message costs of the receiver's credits, the same for both sides: a text its bytes, a
 // write its arrival. The payload of writes lands in granted memory, reads ask the owner for
 // nothing.
+inline constexpr std::size_t kTextHeadBytes = 10;  // kind, priority, op
 inline constexpr std::uint64_t kBeginCredit = kFrameCost;
 inline constexpr std::uint64_t text_credit(std::size_t bytes) { return kFrameCost + bytes; }
 

@@ -50,7 +50,11 @@ void Outbound::send(Priority priority, std::vector<std::byte> message, std::uint
 void Outbound::give_up_send(std::uint64_t op, const Status& why) {
   bool taken_back = false;
   for (auto& queue : waiting_)
-    taken_back = std::erase_if(queue, [&](const Item& i) { return i.op == op; }) > 0 || taken_back;
+    std::erase_if(queue, [&](const Item& i) {
+      if (!i.is_message || i.op != op) return false;
+      options_.on_unqueued(i.message.size());
+      return taken_back = true;
+    });
   sends_.erase(op);
   done_.push_back({op, Error{why.error().code,
                              text(why.error().message,
@@ -414,6 +418,7 @@ std::optional<Control> Outbound::next_control() {
       Item& item = queue.front();
       if (item.is_message) {
         if (!afford(text_credit(item.message.size()), c)) return std::nullopt;
+        options_.on_unqueued(item.message.size());
         Control control = Text{static_cast<Priority>(c), std::move(item.message), item.op};
         queue.pop_front();
         return control;

@@ -59,6 +59,8 @@ struct OutboundOptions {
   std::function<bool(std::uint64_t cost, Priority)> may_send = [](std::uint64_t, Priority) {
     return true;
   };
+  // A message left its queue: it was sent, or taken back.
+  std::function<void(std::uint64_t bytes)> on_unqueued = [](std::uint64_t) {};
   std::function<void(std::uint64_t cost)> on_sent = [](std::uint64_t) {};
   std::function<std::uint32_t()> random_packet;  // 24 bits, unguessable
 };

@@ -122,8 +122,9 @@ inline std::uint64_t cost_of(std::uint64_t body_bytes, std::uint64_t payload_byt
 }
 inline constexpr std::uint64_t kMaxFrameCost = kFrameCost + kMaxBodyBytes + kMaxPayloadBytes;
 
-// Magic, type, priority and sizes; `shm` links carry no payload.
-Status check_prefix(const FramePrefix& prefix, bool shm);
+// Magic, type, priority and sizes; `shm` links carry no payload. message_head: what a kMessage may
+// have before the message itself, beside an OpHead.
+Status check_prefix(const FramePrefix& prefix, bool shm, std::size_t message_head = 0);
 
 struct WriteFrame {
   WriteHead head;

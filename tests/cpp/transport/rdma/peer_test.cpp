@@ -1,5 +1,6 @@
 // Two ends of an rdma link over a fake fabric that completes in any order and fails on command.
 #include "transport/rdma/peer.h"
+#include "transport/socket/frame.h"
 
 #include "pair_fixture.h"
 
@@ -359,6 +360,16 @@ TEST(Peer, NothingIsSentWithoutCreditAndBothSidesCountAlike) {
   w.a.window.open({100 * kBeginCredit + text_credit(500), 0});
   ASSERT_TRUE(w.until([&] { return w.b.deliveries.size() == 101; }));
   EXPECT_EQ(w.b.held, 100 * kBeginCredit + text_credit(500));
+}
+
+TEST(Peer, TheLargestMessageFitsIntoAFrame) {
+  for (const std::size_t bytes : {kMaxMessageBytes, kMaxMessageBytes + 1}) {
+    FramePrefix prefix;
+    prefix.type = static_cast<std::uint8_t>(FrameType::kMessage);
+    prefix.body_bytes = static_cast<std::uint32_t>(
+        encode(Text{Priority::kStream, std::vector<std::byte>(bytes), 1}).size());
+    EXPECT_EQ(check_prefix(prefix, true, kTextHeadBytes).ok(), bytes == kMaxMessageBytes);
+  }
 }
 
 TEST(Peer, WritesThatFailHoldNoCredit) {
