@@ -72,7 +72,7 @@ template <int M>
 [[gnu::always_inline]] inline void hot_softmax(const AttendUnit& u, const Step& step,
                                                std::int64_t row, Group& g,
                                                F (&scores)[M][kStepVecs]) {
-  float top[M], old[M];
+  float top[M];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) {
     F all = set1(-__builtin_inff());
@@ -80,13 +80,7 @@ template <int M>
     for (int j = 0; j < kStepVecs; ++j) all = vmax(all, scores[m][j]);
     top[m] = hmax(all);
   }
-  float* running = u.scratch->segment.m + row;
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) old[m] = running[m];
-  const F before = lanes(old), now = vmax(mul(lanes(top), set1(u.scale_log2)), before);
-  const F base = zero_for_lowest(now);
-  store(g.base, base);
-  store(g.alpha, exp2(sub(before, base)));
+  const RowMaxima maxima = raise_maxima<M>(u, row, top, g);
   F sums[M];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) {
@@ -100,12 +94,12 @@ template <int M>
     float* l = u.scratch->l_lanes + (row + m) * kMaxLanes;
     store(l, fma(load(l), set1(g.alpha[m]), sums[m]));
   }
-  store_first<M>(running, now);
+  store_first<M>(u.scratch->segment.m + row, maxima.now);
   if (u.masses == nullptr) return;
   const F mass = reduce_rows<Plus>(sums);
   if (u.t1 - u.t0 == 1) {  // rows of one token lie side by side
     float* to = mass_row(u, step, row);
-    store_first<M>(to, base);
+    store_first<M>(to, maxima.base);
     store_first<M>(to + u.mass_stride, mass);
     return;
   }

@@ -98,25 +98,39 @@ inline void probabilities_of(const AttendUnit& u, const Step& step, std::int64_t
   store(l, fma(load(l), set1(g.alpha[m]), sum));
 }
 
-// Online softmax of M rows. Their maxima stay in registers until all are in one vector: put
-// together through memory, the vector's load would wait for the stores, and so for all reads before
-// them.
-template <Mask kMask, int M>
-inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, Seen seen, Group& g) {
-  static_assert(M <= kW);
-  float top[M], old[M];
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) top[m] = maximum_of<kMask>(g.scores[m], seen);
-  float* running = u.scratch->segment.m + row;
+struct RowMaxima {  // a row a lane
+  F now;
+  F base;  // what scores are taken against: `now`, or 0 where nothing was seen
+};
+
+// The rows' maxima of all steps so far, given those of this one; sets g.base and g.alpha.
+template <int M>
+[[gnu::always_inline]] inline RowMaxima raise_maxima(const AttendUnit& u, std::int64_t row,
+                                                     const float (&top)[M], Group& g) {
+  const float* running = u.scratch->segment.m + row;
+  float old[M];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) old[m] = running[m];
   const F before = lanes(old), now = vmax(mul(lanes(top), set1(u.scale_log2)), before);
   const F base = zero_for_lowest(now);
   store(g.base, base);
   store(g.alpha, exp2(sub(before, base)));  // exactly 1 where the maximum stays
+  return {now, base};
+}
+
+// Online softmax of M rows. Their maxima stay in registers until all are in one vector: put
+// together through memory, the vector's load would wait for the stores, and so for all reads before
+// them.
+template <Mask kMask, int M>
+inline void softmax(const AttendUnit& u, const Step& step, std::int64_t row, Seen seen, Group& g) {
+  static_assert(M <= kW);
+  float top[M];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) top[m] = maximum_of<kMask>(g.scores[m], seen);
+  const RowMaxima maxima = raise_maxima<M>(u, row, top, g);
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) probabilities_of<kMask>(u, step, row + m, m, seen, g);
-  store_first<M>(running, now);
+  store_first<M>(u.scratch->segment.m + row, maxima.now);
 }
 
 template <bool Window, int Limit = kMaxRows>
