@@ -105,6 +105,13 @@ class Direction:
             return
 
 
+def _prompt(end: socket.socket) -> socket.socket:
+    """With Nagle's delay the last words of one connection would leave after the end of another."""
+    if end.family != socket.AF_UNIX:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return end
+
+
 class Proxy(threading.Thread):
     """One link from the listener to ``target``; ``watch`` sees each unit before it passes.
 
@@ -141,7 +148,7 @@ class Proxy(threading.Thread):
                 sources = [self._listener, *(w.source for w in ways)]
                 readable, _, _ = select.select(sources, [], [], 0.02)
                 if self._listener in readable:
-                    near = ends.enter_context(self._listener.accept()[0])
+                    near = ends.enter_context(_prompt(self._listener.accept()[0]))
                     far = ends.enter_context(self._connect())
                     if self._watch(None) is None:
                         return
@@ -164,7 +171,7 @@ class Proxy(threading.Thread):
             far = socket.socket(socket.AF_UNIX)
             far.connect(self._target[4:])
             return far
-        return socket.create_connection(("127.0.0.1", int(self._target.rsplit(":", 1)[1])))
+        return _prompt(socket.create_connection(("127.0.0.1", int(self._target.rsplit(":", 1)[1]))))
 
     def _pass_on(self, way: Direction) -> bool:
         """False: the end that sent this dies here."""
