@@ -195,10 +195,13 @@ void AuthSession::derive() {
   proof_peer_ = part(initiator ? "proof of the responder" : "proof of the initiator");
   send_key_ = part(initiator ? "frames to the responder" : "frames to the initiator");
   receive_key_ = part(initiator ? "frames to the initiator" : "frames to the responder");
+  token_key_ = part("tokens");
   const auto id = part("session id");
   std::memcpy(&session_id_, id.data(), sizeof session_id_);
   transcript_.clear();
 }
+
+Mac AuthSession::token(std::uint64_t number) const { return mac_of(token_key_, number, {}); }
 
 Mac AuthSession::seal(std::initializer_list<Bytes> parts) {
   return mac_of(send_key_, send_sequence_++, parts);

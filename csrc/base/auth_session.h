@@ -51,6 +51,8 @@ class AuthSession {
   std::uint64_t session_id() const noexcept { return session_id_; }
   std::uint64_t send_sequence() const noexcept { return send_sequence_; }        // of the next seal
   std::uint64_t receive_sequence() const noexcept { return receive_sequence_; }  // of the next open
+  // A secret that only both ends of this session can compute, to tie something else to it.
+  Mac token(std::uint64_t number) const;
   Mac seal(std::initializer_list<Bytes> parts);
   Status open(std::initializer_list<Bytes> parts, Bytes mac);
 
@@ -78,7 +80,7 @@ class AuthSession {
   std::string label_;
   std::vector<std::byte> hello_, peer_hello_, transcript_, received_;
   std::array<std::byte, 32> nonce_{};
-  Key send_key_{}, receive_key_{}, proof_own_{}, proof_peer_{};
+  Key send_key_{}, receive_key_{}, proof_own_{}, proof_peer_{}, token_key_{};
   std::uint64_t session_id_ = 0, send_sequence_ = 0, receive_sequence_ = 0;
 };
 

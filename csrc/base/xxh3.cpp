@@ -4,6 +4,10 @@
 #include <bit>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace kvcore {
 namespace {
 
@@ -128,7 +132,7 @@ void scramble(Acc& acc) noexcept {
 }
 
 // `count` stripes from `in`; the place inside the block goes on from stripes_in_block.
-void consume_stripes(Acc& acc, std::size_t& stripes_in_block, const std::byte* in,
+void consume_plain(Acc& acc, std::size_t& stripes_in_block, const std::byte* in,
                      std::size_t count) noexcept {
   Acc local = acc;
   for (std::size_t i = 0; i < count; ++i) {
@@ -139,6 +143,50 @@ void consume_stripes(Acc& acc, std::size_t& stripes_in_block, const std::byte* i
     }
   }
   acc = local;
+}
+
+#if defined(__x86_64__)
+[[gnu::target("avx2"), gnu::always_inline]] inline __m256i load256(const void* p) noexcept {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+
+// The same on two vectors of four words.
+[[gnu::target("avx2")]] void consume_avx2(Acc& acc, std::size_t& stripes_in_block,
+                                          const std::byte* in, std::size_t count) noexcept {
+  constexpr std::size_t kPrefetch = 512;
+  const __m256i prime = _mm256_set1_epi64x(kPrime32_1);
+  __m256i sums[2] = {load256(acc.data()), load256(acc.data() + 4)};
+  for (std::size_t i = 0; i < count; ++i, in += kStripe) {
+    _mm_prefetch(reinterpret_cast<const char*>(in) + kPrefetch, _MM_HINT_T0);
+    for (std::size_t half = 0; half < 2; ++half) {
+      const __m256i value = load256(in + 32 * half);
+      const __m256i key =
+          _mm256_xor_si256(value, load256(kSecret + stripes_in_block * 8 + 32 * half));
+      const __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
+      const __m256i swapped = _mm256_shuffle_epi32(value, _MM_SHUFFLE(1, 0, 3, 2));
+      sums[half] = _mm256_add_epi64(sums[half], _mm256_add_epi64(product, swapped));
+    }
+    if (++stripes_in_block < kStripesPerBlock) continue;
+    stripes_in_block = 0;
+    for (std::size_t half = 0; half < 2; ++half) {
+      __m256i x = _mm256_xor_si256(sums[half], _mm256_srli_epi64(sums[half], 47));
+      x = _mm256_xor_si256(x, load256(kSecret + kSecretBytes - kStripe + 32 * half));
+      const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), prime);
+      sums[half] = _mm256_add_epi64(_mm256_mul_epu32(x, prime), _mm256_slli_epi64(high, 32));
+    }
+  }
+  for (std::size_t half = 0; half < 2; ++half)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(acc.data() + 4 * half), sums[half]);
+}
+#endif
+
+void consume_stripes(Acc& acc, std::size_t& stripes_in_block, const std::byte* in,
+                     std::size_t count) noexcept {
+#if defined(__x86_64__)
+  static const bool has_avx2 = __builtin_cpu_supports("avx2") != 0;
+  if (has_avx2) return consume_avx2(acc, stripes_in_block, in, count);
+#endif
+  consume_plain(acc, stripes_in_block, in, count);
 }
 
 std::uint64_t finish(Acc acc, const std::byte* last_stripe, std::uint64_t total) noexcept {

@@ -137,6 +137,8 @@ py::dict to_dict(const LinkInfo& info) {
   d["messages_in"] = info.messages_in;
   d["outstanding_ops"] = info.outstanding_ops;
   d["queued_bytes"] = info.queued_bytes;
+  d["credit_bytes"] = info.credit_bytes;
+  d["credit_stall_ns"] = info.credit_stall_ns;
   return d;
 }
 

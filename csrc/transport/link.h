@@ -185,7 +185,9 @@ struct LinkInfo {
   std::uint64_t bytes_out, bytes_in;  // payload of writes and reads, both directions
   std::uint64_t messages_out, messages_in;
   std::uint64_t outstanding_ops;
-  std::uint64_t queued_bytes;  // posted, not yet sent: what the pacing holds back
+  std::uint64_t queued_bytes;     // posted, not yet sent: what pacing or credits hold back
+  std::uint64_t credit_bytes;     // what the peer lets us send right now
+  std::uint64_t credit_stall_ns;  // how long something waited for that
 };
 
 class Link {
@@ -193,7 +195,7 @@ class Link {
   virtual ~Link() = default;
   virtual LinkId id() const noexcept = 0;
   // Two-sided: the peer gets a Message. Fails when the queue holds
-  // TransportOptions::max_queued_bytes.
+  // TransportOptions::max_queued_bytes: the peer, or the network, does not keep up.
   virtual Result<OpId> send(std::span<const std::byte> message,
                             const SendOptions& options = {}) = 0;
   // One-sided: the peer gets one Arrival{tag} when all segments have landed.
@@ -213,9 +215,14 @@ class Link {
   virtual void close() = 0;
 };
 
-// What a receiver lets its peers have under way: messages announced and not yet polled.
+// What a receiver lets its peers have under way towards it: payload that has not landed, messages
+// and arrivals (64 bytes each) that were not polled, reads that were not served. Past it the peer
+// waits; its keep-alive and the results of operations do not. rdma: messages and arrivals only,
+// since payload lands in granted memory and reads ask the owner for nothing. loopback: steps are
+// the pace.
 struct Credits {
-  std::uint64_t total_bytes = 64UL * 1024 * 1024;  // over all links; past it links stop receiving
+  std::uint64_t per_link_bytes = 8UL * 1024 * 1024;
+  std::uint64_t total_bytes = 64UL * 1024 * 1024;  // over all links, in equal shares
 };
 
 // Of links with "rdma:" addresses.
@@ -242,6 +249,9 @@ struct TransportOptions {
   Credits credits;
   std::uint32_t max_outstanding_ops = 65536;  // of one link
   std::uint32_t max_links = 1024;
+  // tcp: one connection per priority class, so that no byte of a lower class stands before a higher
+  // one in a socket; false on either side: one connection for all classes.
+  bool tcp_connection_per_class = true;
   RdmaOptions rdma;
 
   // Injected; null = the system's. Both must outlive the transport. What waits in the operating

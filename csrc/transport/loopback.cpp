@@ -133,7 +133,6 @@ class LoopbackTransport final : public Transport {
   LoopbackTransport(std::shared_ptr<Hub> hub, TransportOptions options)
       : hub_(std::move(hub)),
         options_(std::move(options)),
-        events_(options_.credits.total_bytes),
         grants_(options_.random) {
     grants_.set_on_revoke([this](GrantRef grant) { return hub_->on_revoke(this, grant); });
   }

@@ -23,7 +23,7 @@ constexpr std::uint64_t kRegionBytes = 64UL * 1024;
 constexpr Range kWritable[] = {{4096, 8192}, {16384, 4096}};
 constexpr Range kReadable{32768, 4096};
 constexpr Range kOwnTarget{49152, 8192};  // of our own reads
-constexpr std::string_view kLabel = "kvcore-link-2";
+constexpr std::string_view kLabel = "kvcore-link-3";
 
 enum class Step : std::uint8_t {
   kRaw,
@@ -93,7 +93,7 @@ class Talk {
     link_->id = LinkId{1};
     shm_ = shm;
     io_.emplace(Io{shared_, epoll_.get(), std::vector<std::byte>(65536)});
-    victim_.emplace(&*io_, link_, UniqueFd(fds[0]), shm, false, now_);
+    victim_.emplace(&*io_, &sessions_, link_, UniqueFd(fds[0]), shm, false, now_);
     handshake();
   }
 
@@ -296,6 +296,7 @@ class Talk {
   Grant grants_[4];
   std::shared_ptr<LinkState> link_ = std::make_shared<LinkState>();
   std::optional<Io> io_;
+  Sessions sessions_;
   std::optional<Connection> victim_;
   AuthSession peer_;
   std::int64_t now_;
@@ -309,7 +310,7 @@ std::vector<std::byte> honest_hello(std::int64_t keepalive_ns) {
   TransportOptions options;
   options.identity = "fuzz";
   options.keepalive_ns = keepalive_ns;
-  return make_link_hello(options);
+  return make_link_hello(options, 1, 1 << 20);
 }
 
 Builder start(bool shm, std::int64_t keepalive_ns = 2'000'000'000) {
@@ -356,7 +357,8 @@ Seed tcp_seed() {
       make_body(WriteHead{4, {}, 7, 0, 1}, std::span(&piece, 1)));
   put(&b, FrameType::kPing, 0, 0, {});
   b.number(Step::kTime).number(std::uint16_t{6000});
-  put(&b, FrameType::kBye, 0, 0, {});
+  put(&b, FrameType::kCredit, 0, 0, make_body(Credit{2 << 20, 1000}));
+  put(&b, FrameType::kBye, 0, 0, make_body(ByeHead{0}));
   return b.take();
 }
 

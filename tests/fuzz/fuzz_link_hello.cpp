@@ -12,6 +12,7 @@ void run(Input input) {
     require(hello.error().code == ErrorCode::kCorrupt, "what is refused is Corrupt");
     return;
   }
+  require(hello->lanes >= 1 && hello->lanes <= kNumPriorities, "lanes have a limit");
   require(hello->keepalive_ns >= 0, "a keep-alive is not negative");
   require(hello->role.size() <= kMaxRoleBytes, "a role has a limit");
   require(hello->identity.size() <= kMaxIdentityBytes, "an identity has a limit");
@@ -25,7 +26,7 @@ std::vector<Seed> seeds() {
   options.identity = "decode-0";
   options.role = "decode";
   options.model_digest[0] = std::byte{1};
-  return {make_link_hello(options), make_link_hello({})};
+  return {make_link_hello(options, 3, 1 << 20), make_link_hello({}, 1, 1 << 20)};
 }
 
 }  // namespace kvcore::fuzz

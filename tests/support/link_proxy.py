@@ -7,6 +7,7 @@ of the handshake or a frame with its payload. ``docs/protocol.md`` describes bot
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import select
 import socket
@@ -104,12 +105,19 @@ class Direction:
             return
 
 
-class Proxy(threading.Thread):
-    """One connection from the listener to ``target``; ``watch`` sees each unit before it passes.
+def _prompt(end: socket.socket) -> socket.socket:
+    """With Nagle's delay the last words of one connection would leave after the end of another."""
+    if end.family != socket.AF_UNIX:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return end
 
+
+class Proxy(threading.Thread):
+    """One link from the listener to ``target``; ``watch`` sees each unit before it passes.
+
+    A tcp link has a connection for each class: the proxy serves until the last of them has ended.
     What ``watch`` returns passes: the number of bytes of the unit. When it returns None, the unit
-    passes and so does all that has come, then both ends are closed: what the kernel does for a
-    process that was killed there.
+    passes, then all ends are closed: what the kernel does for a process that was killed there.
     """
 
     def __init__(self, target: str, watch: Callable[[Unit | None], int | None], path: str) -> None:
@@ -134,38 +142,46 @@ class Proxy(threading.Thread):
             self.error = error
 
     def _serve(self) -> None:
-        while not self._stopping:
-            if not select.select([self._listener], [], [], 0.02)[0]:
-                continue
-            near, _ = self._listener.accept()
-            far = self._connect()
-            with near, far:
-                if self._watch(None) is not None:
-                    self._relay(near, far)
-                return
+        ways: list[Direction] = []
+        with contextlib.ExitStack() as ends:
+            while not self._stopping:
+                sources = [self._listener, *(w.source for w in ways)]
+                readable, _, _ = select.select(sources, [], [], 0.02)
+                if self._listener in readable:
+                    near = ends.enter_context(_prompt(self._listener.accept()[0]))
+                    far = ends.enter_context(self._connect())
+                    if self._watch(None) is None:
+                        return
+                    ways += [Direction(True, near, far), Direction(False, far, near)]
+                for way in [w for w in ways if w.source in readable]:
+                    if way.source.fileno() < 0:
+                        continue  # the other way of its connection ended in this round
+                    if way.receive():
+                        if not self._pass_on(way):
+                            return
+                        continue
+                    way.sink.close()
+                    way.source.close()
+                    ways = [w for w in ways if w.source.fileno() >= 0]
+                    if not ways:
+                        return
 
     def _connect(self) -> socket.socket:
         if self._target.startswith("shm:"):
             far = socket.socket(socket.AF_UNIX)
             far.connect(self._target[4:])
             return far
-        return socket.create_connection(("127.0.0.1", int(self._target.rsplit(":", 1)[1])))
+        return _prompt(socket.create_connection(("127.0.0.1", int(self._target.rsplit(":", 1)[1]))))
 
-    def _relay(self, near: socket.socket, far: socket.socket) -> None:
-        ways = [Direction(True, near, far), Direction(False, far, near)]
-        while not self._stopping:
-            readable, _, _ = select.select([w.source for w in ways], [], [], 0.02)
-            for way in ways:
-                if way.source not in readable:
-                    continue
-                if not way.receive():
-                    return
-                for unit in way.units():
-                    passing = self._watch(unit)
-                    way.send(unit.data if passing is None else unit.data[:passing])
-                    if passing is None or passing < len(unit.data):
-                        time.sleep(0.002)
-                        return
+    def _pass_on(self, way: Direction) -> bool:
+        """False: the end that sent this dies here."""
+        for unit in way.units():
+            passing = self._watch(unit)
+            way.send(unit.data if passing is None else unit.data[:passing])
+            if passing is None or passing < len(unit.data):
+                time.sleep(0.002)
+                return False
+        return True
 
     def stop(self) -> None:
         self._stopping = True

@@ -42,13 +42,25 @@ class Channel {
 
   // The loop.
   virtual void on_event(std::uint32_t source, std::uint32_t events, std::int64_t now) = 0;
-  virtual void work(std::int64_t now) = 0;                  // timers, copies, sending
+  virtual void work(std::int64_t now) = 0;  // timers, copies, sending
+  // The lower classes, a small share at a time, after every channel had its work().
+  virtual void work_bulk(std::int64_t now) = 0;
   virtual bool busy() const noexcept = 0;                   // wants work() again without any event
   virtual std::int64_t next_timer_ns() const noexcept = 0;  // or INT64_MAX
   virtual bool dead() const noexcept = 0;
+  // More connections of this accepted link are to come: they look like strangers at first.
+  virtual bool awaits_lanes() const noexcept = 0;
   virtual void finish(std::vector<Command> orphans) = 0;
   virtual const LinkState& link() const noexcept = 0;
   virtual bool initiator() const noexcept = 0;
 };
+
+// How operations end that a link's end leaves behind.
+Status end_of_pending(const Status& why);
+
+// What it means that a link's socket ended. errno, or 0: closed in order. Who refuses a handshake
+// has read what it refuses and closes in order; a process that dies, or is killed, before it has
+// read what was sent resets the connection.
+Error connection_ended(bool up, int error);
 
 }  // namespace kvcore::transport

@@ -12,25 +12,16 @@ std::int64_t now_ns() noexcept {
   return static_cast<std::int64_t>(ts.tv_sec) * 1'000'000'000 + ts.tv_nsec;
 }
 
-namespace {
-std::uint64_t message_bytes(const Event& event) {
-  const auto* m = std::get_if<Message>(&event);
-  return m ? m->bytes.size() : 0;
-}
-}  // namespace
-
-EventQueue::EventQueue(std::uint64_t max_unread_bytes)
-    : max_unread_bytes_(max_unread_bytes), fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+EventQueue::EventQueue() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 
 EventQueue::~EventQueue() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-void EventQueue::push(Event event) {
+void EventQueue::push(Event event, std::shared_ptr<PollCredit> owner, std::uint64_t cost) {
   const std::lock_guard lock(mu_);
-  unread_bytes_ += message_bytes(event);
-  events_.push_back(std::move(event));
-  if (events_.size() == 1) {
+  entries_.push_back({std::move(event), std::move(owner), cost});
+  if (entries_.size() == 1) {
     const std::uint64_t one = 1;
     [[maybe_unused]] const auto n = ::write(fd_, &one, sizeof one);
   }
@@ -38,28 +29,28 @@ void EventQueue::push(Event event) {
 
 std::size_t EventQueue::poll(std::vector<Event>* events, std::size_t max_events) {
   std::size_t n = 0;
-  bool drained = false;
+  bool wanted = false;
   {
     const std::lock_guard lock(mu_);
-    const bool was_full = unread_bytes_ > max_unread_bytes_;
-    for (; n < max_events && !events_.empty(); ++n) {
-      unread_bytes_ -= message_bytes(events_.front());
-      events->push_back(std::move(events_.front()));
-      events_.pop_front();
+    for (; n < max_events && !entries_.empty(); ++n) {
+      Entry& entry = entries_.front();
+      events->push_back(std::move(entry.event));
+      if (entry.owner) {
+        const std::uint64_t polled = entry.owner->polled += entry.cost;
+        if (polled >= entry.owner->wake_at.load()) {
+          entry.owner->wake_at = PollCredit::kNever;
+          wanted = true;
+        }
+      }
+      entries_.pop_front();
     }
-    if (n > 0 && events_.empty()) {
+    if (n > 0 && entries_.empty()) {
       std::uint64_t count = 0;
       [[maybe_unused]] const auto r = ::read(fd_, &count, sizeof count);
     }
-    drained = was_full && unread_bytes_ <= max_unread_bytes_;
   }
-  if (drained && on_drained_) on_drained_();
+  if (wanted && on_credit_) on_credit_();
   return n;
-}
-
-bool EventQueue::full() const {
-  const std::lock_guard lock(mu_);
-  return unread_bytes_ > max_unread_bytes_;
 }
 
 }  // namespace kvcore::transport

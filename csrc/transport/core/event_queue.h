@@ -1,11 +1,14 @@
 // The one queue of events of a Transport, with an eventfd that is readable while events wait.
-// Thread rules: all methods from any thread. Unread message bytes are counted, so that the I/O side
-// can stop receiving past a limit; `on_drained` is called (outside the lock) when poll falls below
-// it.
+// An event may hold credit of its link (credit_window.h), which comes back when it is polled: the
+// I/O side reads PollCredit::polled, and is woken when it passes wake_at. Thread rules: all methods
+// from any thread.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <functional>
+#include <limits>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -13,26 +16,35 @@
 
 namespace kvcore::transport {
 
+struct PollCredit {
+  static constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
+  std::atomic<std::uint64_t> polled{0};  // cost of what was polled, in all
+  std::atomic<std::uint64_t> wake_at{kNever};
+};
+
 class EventQueue {
  public:
-  explicit EventQueue(std::uint64_t max_unread_bytes);
+  EventQueue();
   ~EventQueue();
   EventQueue(const EventQueue&) = delete;
   EventQueue& operator=(const EventQueue&) = delete;
 
-  void push(Event event);
+  void push(Event event, std::shared_ptr<PollCredit> owner = nullptr, std::uint64_t cost = 0);
   std::size_t poll(std::vector<Event>* events, std::size_t max_events);
-  bool full() const;  // unread message bytes are past the limit
   int fd() const noexcept { return fd_; }
-  void set_on_drained(std::function<void()> f) { on_drained_ = std::move(f); }
+  // Called outside the lock when a poll gave back what a link waits for.
+  void set_on_credit(std::function<void()> f) { on_credit_ = std::move(f); }
 
  private:
-  const std::uint64_t max_unread_bytes_;
+  struct Entry {
+    Event event;
+    std::shared_ptr<PollCredit> owner;
+    std::uint64_t cost;
+  };
   int fd_;
-  mutable std::mutex mu_;
-  std::deque<Event> events_;
-  std::uint64_t unread_bytes_ = 0;
-  std::function<void()> on_drained_;
+  std::mutex mu_;
+  std::deque<Entry> entries_;
+  std::function<void()> on_credit_;
 };
 
 }  // namespace kvcore::transport

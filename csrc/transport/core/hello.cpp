@@ -8,13 +8,18 @@
 namespace kvcore::transport {
 namespace {
 
+constexpr std::uint64_t kMinCredits = 64 * 1024;
+constexpr std::uint32_t kLink = 1, kJoin = 2;
+
 struct HelloHead {
+  std::uint32_t kind, lanes;
   std::int64_t keepalive_ns;
+  std::uint64_t window;
   Digest model, layout;
   std::uint16_t role_bytes, identity_bytes;
   std::uint32_t zero;
 };
-static_assert(sizeof(HelloHead) == 80);
+static_assert(sizeof(HelloHead) == 96);
 
 std::string short_hex(const Digest& digest) {
   constexpr char kHex[] = "0123456789abcdef";
@@ -40,11 +45,19 @@ Status check_options(const TransportOptions& o) {
   if (o.handshake_ns <= 0 || o.keepalive_ns < 0)
     return invalid_argument(text("handshake_ns=", o.handshake_ns, " must be above 0, keepalive_ns=",
                                  o.keepalive_ns, " must be 0 or more"));
+  if (o.credits.per_link_bytes < kMinCredits || o.credits.total_bytes < kMinCredits)
+    return invalid_argument(text("credits per_link_bytes=", o.credits.per_link_bytes,
+                                 " and total_bytes=", o.credits.total_bytes, " must be at least ",
+                                 kMinCredits));
   return {};
 }
 
-std::vector<std::byte> make_link_hello(const TransportOptions& options) {
-  const HelloHead head{options.keepalive_ns,
+std::vector<std::byte> make_link_hello(const TransportOptions& options, std::uint32_t lanes,
+                                       std::uint64_t window) {
+  const HelloHead head{kLink,
+                       lanes,
+                       options.keepalive_ns,
+                       window,
                        options.model_digest,
                        options.layout_digest,
                        static_cast<std::uint16_t>(options.role.size()),
@@ -66,15 +79,34 @@ Result<PeerHello> parse_link_hello(Bytes hello) {
   std::memcpy(&head, hello.data(), sizeof head);
   const Bytes names = hello.subspan(sizeof head);
   if (head.role_bytes > kMaxRoleBytes || head.identity_bytes > kMaxIdentityBytes ||
-      head.zero != 0 || head.keepalive_ns < 0 ||
-      names.size() != std::size_t{head.role_bytes} + head.identity_bytes)
+      head.kind != kLink || head.lanes < 1 || head.lanes > kNumPriorities || head.zero != 0 ||
+      head.keepalive_ns < 0 || names.size() != std::size_t{head.role_bytes} + head.identity_bytes)
     return Error{ErrorCode::kCorrupt,
                  text("the peer's hello does not fit its head: role of ", head.role_bytes,
                       " bytes, identity of ", head.identity_bytes, ", keep-alive ",
                       head.keepalive_ns, " ns, ", names.size(), " bytes of names")};
   const auto* p = reinterpret_cast<const char*>(names.data());
-  return PeerHello{head.keepalive_ns, head.model, head.layout, printable({p, head.role_bytes}),
+  return PeerHello{head.lanes,
+                   head.keepalive_ns,
+                   head.window,
+                   head.model,
+                   head.layout,
+                   printable({p, head.role_bytes}),
                    std::string(p + head.role_bytes, head.identity_bytes)};
+}
+
+std::vector<std::byte> make_join_hello(const AuthSession& first, std::uint32_t lane) {
+  const JoinHello join{kJoin, lane, first.session_id(), first.token(lane)};
+  const auto bytes = std::as_bytes(std::span(&join, 1));
+  return {bytes.begin(), bytes.end()};
+}
+
+std::optional<JoinHello> parse_join_hello(Bytes hello) {
+  JoinHello join{};
+  if (hello.size() != sizeof join) return std::nullopt;
+  std::memcpy(&join, hello.data(), sizeof join);
+  if (join.kind != kJoin) return std::nullopt;
+  return join;
 }
 
 Status check_models(const Digest& own, const Digest& peers) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <limits>
+#include <span>
 
 #include "base/text.h"
 
@@ -49,22 +50,30 @@ void IoLoop::run() {
     const int n = ::epoll_wait(epoll_fd_.get(), ready.data(), static_cast<int>(ready.size()),
                                wait_ms(shared_->now_ns()));
     const std::int64_t now = shared_->now_ns();
-    for (int i = 0; i < n; ++i) {
-      const std::uint64_t key = ready[static_cast<std::size_t>(i)].data.u64;
-      if (key == 0) {
-        std::uint64_t count = 0;
-        [[maybe_unused]] const auto r = ::read(shared_->wake_fd.get(), &count, sizeof count);
-      } else if (const auto l = listeners_.find(key); l != listeners_.end()) {
-        accept_some(key, &l->second, now);
-      } else if (const auto c = channels_.find(key >> kSourceBits); c != channels_.end()) {
-        c->second->on_event(static_cast<std::uint32_t>(key & ((1U << kSourceBits) - 1)),
-                            ready[static_cast<std::size_t>(i)].events, now);
-      }
-    }
+    const std::span<const epoll_event> fresh(ready.data(),
+                                             static_cast<std::size_t>(std::max(n, 0)));
+    // What comes in by a channel's first descriptor goes before everything of lower classes.
+    for (const epoll_event& e : fresh)
+      if (e.data.u64 % (1U << kSourceBits) == 0) on_event(e, now);
+    for (const epoll_event& e : fresh)
+      if (e.data.u64 % (1U << kSourceBits) != 0) on_event(e, now);
     resume_listeners(now);
     take_commands(now);
     for (auto& [id, channel] : channels_) channel->work(now);
+    for (auto& [id, channel] : channels_) channel->work_bulk(now);
     reap();
+  }
+}
+
+void IoLoop::on_event(const epoll_event& event, std::int64_t now) {
+  const std::uint64_t key = event.data.u64;
+  if (key == 0) {
+    std::uint64_t count = 0;
+    [[maybe_unused]] const auto r = ::read(shared_->wake_fd.get(), &count, sizeof count);
+  } else if (const auto l = listeners_.find(key); l != listeners_.end()) {
+    accept_some(key, &l->second, now);
+  } else if (const auto c = channels_.find(key >> kSourceBits); c != channels_.end()) {
+    c->second->on_event(static_cast<std::uint32_t>(key % (1U << kSourceBits)), event.events, now);
   }
 }
 
@@ -113,7 +122,7 @@ void IoLoop::command_link(Command command, std::int64_t now) {
 }
 
 void IoLoop::listen(ListenCommand command) {
-  const std::uint64_t key = kListenerBit | next_listener_++;
+  const std::uint64_t key = kListenerBit | (next_listener_++ << kSourceBits);
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = key;
@@ -167,7 +176,9 @@ Status IoLoop::admit(UniqueFd fd, Scheme* scheme, std::int64_t now) {
   forget_former_strangers();
   const auto alive = static_cast<std::size_t>(
       std::ranges::count_if(channels_, [](const auto& c) { return !c.second->dead(); }));
-  if (alive - strangers_.size() >= shared_->options.max_links)
+  const bool lanes_due = std::ranges::any_of(
+      channels_, [](const auto& c) { return !c.second->dead() && c.second->awaits_lanes(); });
+  if (alive - strangers_.size() >= shared_->options.max_links && !lanes_due)
     return Error{ErrorCode::kTransport, text("max_links=", shared_->options.max_links, " reached")};
   KVCORE_ASSIGN_OR_RETURN(Dialled peer, scheme->accepted(std::move(fd)));
   const std::string source = source_of(peer.peer_address);
@@ -176,6 +187,7 @@ Status IoLoop::admit(UniqueFd fd, Scheme* scheme, std::int64_t now) {
   state->scheme = scheme->name();
   state->peer_pid = peer.peer_pid;
   state->peer_address = peer.peer_address;
+  state->proven = false;
   {
     const std::lock_guard lock(shared_->mu);
     state->id = LinkId{shared_->next_link++};

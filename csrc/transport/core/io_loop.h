@@ -8,6 +8,8 @@
 // Thread rules: run() on its own thread; everything else reaches it through Shared::post.
 #pragma once
 
+#include <sys/epoll.h>
+
 #include <map>
 #include <string>
 #include <unordered_map>
@@ -33,6 +35,7 @@ class IoLoop {
     std::int64_t resume_ns = 0;  // accepting pauses until then; 0 = it does not
   };
   int wait_ms(std::int64_t now) const;
+  void on_event(const epoll_event& event, std::int64_t now);
   void take_commands(std::int64_t now);
   void execute(Command command, std::int64_t now);
   void command_link(Command command, std::int64_t now);
@@ -53,7 +56,7 @@ class IoLoop {
   UniqueFd epoll_fd_;
   Io io_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Channel>> channels_;  // by LinkId
-  std::unordered_map<std::uint64_t, Listener> listeners_;  // by kListenerBit | number
+  std::unordered_map<std::uint64_t, Listener> listeners_;                 // by their epoll key
   std::uint64_t next_listener_ = 1;
   std::map<std::uint64_t, std::string> strangers_;  // LinkId, so oldest first -> source
   bool stopping_ = false;

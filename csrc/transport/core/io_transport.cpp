@@ -4,6 +4,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "base/text.h"
@@ -63,6 +64,10 @@ class IoLink final : public Link {
     info.messages_in = state_->messages_in;
     info.outstanding_ops = state_->outstanding;
     info.queued_bytes = state_->queued_bytes;
+    info.credit_bytes = state_->credit_bytes;
+    info.credit_stall_ns = state_->credit_stall_ns;
+    if (const std::int64_t since = state_->stalled_since_ns; since != 0)
+      info.credit_stall_ns += static_cast<std::uint64_t>(shared_->now_ns() - since);
     const std::lock_guard lock(shared_->mu);
     info.peer_identity = state_->peer.identity;
     info.peer_role = state_->peer.role;
@@ -184,7 +189,9 @@ Result<std::shared_ptr<Link>> IoTransport::connect(std::string_view address) {
   {
     const std::lock_guard lock(shared_->mu);
     if (shared_->stopped) return Error{ErrorCode::kPeerDead, "the transport is closed"};
-    if (shared_->links.size() >= shared_->options.max_links)
+    const auto proven =
+        std::ranges::count_if(shared_->links, [](const auto& l) { return l.second->proven; });
+    if (static_cast<std::size_t>(proven) >= shared_->options.max_links)
       return Error{ErrorCode::kTransport,
                    text("max_links=", shared_->options.max_links, " reached")};
     state->id = LinkId{shared_->next_link++};
@@ -219,7 +226,7 @@ Result<std::unique_ptr<Transport>> IoTransport::make(TransportOptions options, S
       ::epoll_ctl(epoll_fd.get(), EPOLL_CTL_ADD, shared->wake_fd.get(), &event) != 0)
     return Error{ErrorCode::kIo, text("epoll or eventfd: errno ", errno)};
   for (const auto& scheme : schemes) scheme->attach(shared.get());
-  shared->events.set_on_drained([raw = shared.get()] { raw->wake(); });
+  shared->events.set_on_credit([raw = shared.get()] { raw->wake(); });
   return std::unique_ptr<Transport>(
       std::make_unique<IoTransport>(std::move(shared), std::move(schemes), std::move(epoll_fd)));
 }

@@ -2,6 +2,10 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+
+#include "base/text.h"
+
 namespace kvcore::transport {
 namespace {
 
@@ -20,8 +24,17 @@ const Clock& system_clock() {
 Shared::Shared(TransportOptions o)
     : options(std::move(o)),
       clock(options.clock != nullptr ? *options.clock : system_clock()),
-      grants(options.random),
-      events(options.credits.total_bytes) {}
+      grants(options.random) {}
+
+std::uint64_t Shared::window_of(std::uint64_t links) const noexcept {
+  const Credits& c = options.credits;
+  return std::min(c.per_link_bytes, c.total_bytes / std::max<std::uint64_t>(1, links));
+}
+
+Status Shared::room_for_link() const {
+  if (links_up < options.max_links) return {};
+  return Error{ErrorCode::kTransport, text("max_links=", options.max_links, " reached")};
+}
 
 void Shared::wake() {
   const std::uint64_t one = 1;

@@ -52,9 +52,13 @@ struct LinkState {
   std::atomic<std::uint64_t> next_op{1};
   std::atomic<std::uint64_t> bytes_out{0}, bytes_in{0}, messages_out{0}, messages_in{0};
   std::atomic<std::uint64_t> outstanding{0}, queued_bytes{0}, queued_message_bytes{0};
+  std::atomic<std::uint64_t> credit_bytes{0}, credit_stall_ns{0};
+  std::atomic<std::int64_t> stalled_since_ns{0};  // 0 = credits are there
   std::atomic<bool> up{false};
+  std::shared_ptr<PollCredit> poll_credit = std::make_shared<PollCredit>();
   // Guarded by Shared::mu:
   bool closed = false;  // no command is taken any more
+  bool proven = true;   // false: accepted, the key not proved yet
   std::int64_t peer_pid = 0;
   PeerHello peer;
 };
@@ -101,12 +105,17 @@ struct Shared {
   // when that is closed. After stop: PeerDead.
   Status post(LinkState* state, Command command);
   void wake();
+  // May an accepted link come up? TransportError: max_links are. The I/O thread.
+  Status room_for_link() const;
+  // The credits of one link when `links` of them share the memory.
+  std::uint64_t window_of(std::uint64_t links) const noexcept;
 
   const TransportOptions options;
   const Clock& clock;
   GrantTable grants;
   EventQueue events;
   UniqueFd wake_fd;  // eventfd
+  std::atomic<std::uint64_t> links_up{0};
 
   mutable std::mutex mu;
   std::vector<Command> commands;

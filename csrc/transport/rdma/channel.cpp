@@ -15,28 +15,16 @@
 namespace kvcore::transport::rdma {
 namespace {
 
-constexpr std::string_view kLabel = "kvcore-rdma-1";
+constexpr std::string_view kLabel = "kvcore-rdma-2";
 constexpr std::int64_t kFlushNs = 100'000'000;       // of close()
 constexpr std::size_t kReadBytes = 64UL * 1024;      // of one recv
 constexpr std::size_t kOutboxBytes = 1024UL * 1024;  // built ahead of the socket
 
-// How operations end that a link's end leaves behind.
-Status end_of_pending(const Status& why) {
-  if (why.ok()) return Error{ErrorCode::kPeerDead, "the peer closed the link"};
-  switch (why.error().code) {
-    case ErrorCode::kCancelled:
-    case ErrorCode::kPeerDead:
-    case ErrorCode::kPeerHung:
-      return why;
-    default:
-      return Error{ErrorCode::kTransport, why.error().message};
-  }
-}
-
-std::optional<AuthSession> make_auth(const TransportOptions& options, bool initiator) {
-  auto auth =
-      AuthSession::make(initiator ? AuthSession::Side::kInitiator : AuthSession::Side::kResponder,
-                        std::as_bytes(std::span(options.key)), kLabel, make_link_hello(options));
+std::optional<AuthSession> make_auth(const TransportOptions& options, bool initiator,
+                                     std::uint64_t window) {
+  auto auth = AuthSession::make(
+      initiator ? AuthSession::Side::kInitiator : AuthSession::Side::kResponder,
+      std::as_bytes(std::span(options.key)), kLabel, make_link_hello(options, 1, window));
   if (!auth) return std::nullopt;
   return std::move(*auth);
 }
@@ -62,8 +50,9 @@ RdmaChannel::RdmaChannel(Io* io, std::shared_ptr<Host> host, std::shared_ptr<Lin
     : io_(io),
       host_(std::move(host)),
       link_(std::move(state)),
+      credits_(&io->shared, link_),
       fd_(std::move(fd)),
-      auth_(make_auth(io->shared.options, initiator)),
+      auth_(make_auth(io->shared.options, initiator, credits_.first_window())),
       initiator_(initiator),
       state_(initiator ? State::kConnecting : State::kHandshake),
       last_rx_ns_(now),
@@ -114,7 +103,6 @@ void RdmaChannel::start(std::unique_ptr<Op> op) {
 }
 
 void RdmaChannel::pass_on(SendCommand command) {
-  link_->queued_message_bytes -= command.bytes.size();
   peer_->outbound().send(command.options.priority, std::move(command.bytes), command.op);
 }
 
@@ -216,6 +204,7 @@ void RdmaChannel::finish(std::vector<Command> orphans) {
   }
   while (!pending_.empty()) complete(pending_.begin()->first, ended);
   link_->queued_message_bytes = 0;
+  credits_.close();
   const bool never_was_a_link = !initiator_ && !was_up_;
   if (!never_was_a_link) io_->shared.events.push(Down{link_->id, why_});
 }
@@ -247,14 +236,19 @@ void RdmaChannel::collect() {
   for (auto& delivery : peer_->inbound().take_deliveries()) {
     if (auto* message = std::get_if<std::vector<std::byte>>(&delivery)) {
       link_->messages_in += 1;
-      io_->shared.events.push(Message{link_->id, std::move(*message), now});
+      const std::uint64_t credit = text_credit(message->size());
+      io_->shared.events.push(Message{link_->id, std::move(*message), now}, link_->poll_credit,
+                              credit);
       continue;
     }
     const auto& arrived = std::get<Inbound::Arrived>(delivery);
     link_->bytes_in += arrived.bytes;
     if (arrived.notify)
       io_->shared.events.push(
-          Arrival{link_->id, arrived.grant, arrived.tag, arrived.bytes, now, {}});
+          Arrival{link_->id, arrived.grant, arrived.tag, arrived.bytes, now, {}},
+          link_->poll_credit, kBeginCredit);
+    else
+      credits_.give_back(kBeginCredit);
   }
   for (const GrantRef grant : peer_->inbound().take_fenced()) host_->fenced(this, grant);
 }
@@ -264,9 +258,11 @@ void RdmaChannel::collect() {
 Status RdmaChannel::establish() {
   KVCORE_ASSIGN_OR_RETURN(hello_, parse_link_hello(auth_->peer_hello()));
   KVCORE_RETURN_IF_ERROR(check_models(io_->shared.options.model_digest, hello_.model));
+  if (!initiator_) KVCORE_RETURN_IF_ERROR(io_->shared.room_for_link());
   {
     const std::lock_guard lock(io_->shared.mu);
     link_->peer = hello_;
+    link_->proven = true;
   }
   KVCORE_ASSIGN_OR_RETURN(const Gid peer, peer_gid(fd_.get()));
   KVCORE_RETURN_IF_ERROR(host_->open(peer));
@@ -304,6 +300,11 @@ void RdmaChannel::make_peer(const std::vector<Nic*>& nics) {
     return ready <= now;
   };
   out.on_posted = [this](std::uint64_t bytes) { pacer_.spend(bytes); };
+  out.may_send = [this](std::uint64_t credit, Priority priority) {
+    return credits_.may_send(credit, priority, io_->shared.now_ns());
+  };
+  out.on_unqueued = [this](std::uint64_t bytes) { link_->queued_message_bytes -= bytes; };
+  out.on_sent = [this](std::uint64_t credit) { credits_.spend(credit); };
   InboundOptions in;
   in.path = path;
   in.random_packet = packet;
@@ -314,6 +315,11 @@ void RdmaChannel::make_peer(const std::vector<Nic*>& nics) {
   in.concealed = [host = host_](GrantRef ref) { host->concealed(ref); };
   in.memory = [host = host_](RegionId id, std::uint32_t rail) { return host->memory(id, rail); };
   in.base = [host = host_](RegionId id) { return host->base(id); };
+  in.charge = [this](std::uint64_t credit) -> Status {
+    if (credits_.take(credit, text_credit(kMaxMessageBytes))) return {};
+    return Error{ErrorCode::kCorrupt, "the peer sends more than its credits allow"};
+  };
+  in.give_back = [this](std::uint64_t credit) { credits_.give_back(credit); };
   peer_ = std::make_unique<Peer>(nics, std::move(out), std::move(in));
 }
 
@@ -324,8 +330,8 @@ void RdmaChannel::frame(FrameType type, std::vector<std::byte> body) {
 }
 
 void RdmaChannel::receive(std::int64_t now) {
-  for (int rounds = 0; rounds < 16 && !dead() && receive_some(now); ++rounds)
-    if (io_->shared.events.full()) return;
+  for (int rounds = 0; rounds < 16 && !dead() && receive_some(now); ++rounds) {
+  }
 }
 
 bool RdmaChannel::receive_some(std::int64_t now) {
@@ -336,14 +342,11 @@ bool RdmaChannel::receive_some(std::int64_t now) {
   } while (n < 0 && errno == EINTR);
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
   if (n <= 0) {
-    const std::string how = n == 0 ? "closed" : std::strerror(errno);
+    const int error = n == 0 ? 0 : errno;
     if (state_ == State::kClosing)
       fail(Error{ErrorCode::kCancelled, "closed by this side"});
-    else if (state_ == State::kUp)
-      fail(Error{ErrorCode::kPeerDead, text("the peer's connection is gone: ", how)});
     else
-      fail(Error{ErrorCode::kTransport, text("the connection ended during the handshake (", how,
-                                             "): another key, version or protocol?")});
+      fail(connection_ended(state_ == State::kUp, error));
     return false;
   }
   last_rx_ns_ = now;
@@ -370,6 +373,7 @@ void RdmaChannel::parse(std::int64_t now) {
         if (const Status status = establish(); !status) return fail(status);
         state_ = State::kUp;
         link_->up = was_up_ = true;
+        credits_.open(hello_.window);
         io_->shared.events.push(Up{link_->id, !initiator_});
         drop_early();
       }
@@ -388,7 +392,8 @@ std::size_t RdmaChannel::parse_frame(Bytes rest, std::int64_t now) {
   FramePrefix prefix;
   if (rest.size() < sizeof prefix) return 0;
   std::memcpy(&prefix, rest.data(), sizeof prefix);
-  if (const Status status = check_prefix(prefix, true); !status) return fail(status), 0;
+  if (const Status status = check_prefix(prefix, true, kTextHeadBytes); !status)
+    return fail(status), 0;
   const std::size_t sealed = sizeof prefix + prefix.body_bytes;
   if (rest.size() < sealed + kMacBytes) return 0;
   if (const Status status = auth_->open({rest.first(sealed)}, rest.subspan(sealed, kMacBytes));
@@ -404,10 +409,19 @@ std::size_t RdmaChannel::parse_frame(Bytes rest, std::int64_t now) {
     case FrameType::kMessage:
       if (const Status status = peer_->on_control(body, now); !status) fail(status);
       break;
+    case FrameType::kCredit:
+      on_credit(body);
+      break;
     default:
       fail(Error{ErrorCode::kCorrupt, text("frame type ", int{prefix.type}, " on an rdma link")});
   }
   return sealed + kMacBytes;
+}
+
+void RdmaChannel::on_credit(Bytes body) {
+  const auto credit = parse_head<Credit>(body);
+  if (!credit) return fail(credit.error());
+  if (const Status status = credits_.on_announced(*credit); !status) fail(status);
 }
 
 void RdmaChannel::on_event(std::uint32_t source, std::uint32_t events, std::int64_t now) {
@@ -438,9 +452,7 @@ void RdmaChannel::run_timers(std::int64_t now) {
     return;
   }
   const std::int64_t keepalive = io_->shared.options.keepalive_ns;
-  const auto silent = [&] {
-    return keepalive != 0 && (interest_ & EPOLLIN) != 0 && now - last_rx_ns_ > keepalive;
-  };
+  const auto silent = [&] { return keepalive != 0 && now - last_rx_ns_ > keepalive; };
   // This thread itself may have been held up, by a registration: what came meanwhile counts.
   if (silent()) receive(now);
   if (!dead() && silent())
@@ -454,6 +466,7 @@ void RdmaChannel::run_timers(std::int64_t now) {
 void RdmaChannel::pump(std::int64_t now) {
   while (!dead()) {
     while (peer_ != nullptr && outbox_.bytes() < kOutboxBytes) {
+      if (credits_.due()) frame(FrameType::kCredit, make_body(credits_.announce()));
       auto control = peer_->next_control();
       if (!control) break;
       frame(FrameType::kMessage, std::move(*control));
@@ -481,6 +494,7 @@ void RdmaChannel::work(std::int64_t now) {
   if (dead()) return;
   news_ = false;
   run_timers(now);
+  credits_.collect_polled();
   if (peer_ != nullptr && !dead()) {
     host_->poll(now);
     news_ = false;
@@ -507,11 +521,9 @@ std::int64_t RdmaChannel::next_timer_ns() const noexcept {
 }
 
 void RdmaChannel::update_interest() {
-  const bool paused = io_->shared.events.full();
-  std::uint32_t wanted = EPOLLRDHUP | (paused ? 0U : EPOLLIN);
+  std::uint32_t wanted = EPOLLIN | EPOLLRDHUP;
   if (state_ == State::kConnecting || outbox_.blocked()) wanted |= EPOLLOUT;
   if (wanted == interest_) return;
-  if ((wanted & EPOLLIN) != 0 && (interest_ & EPOLLIN) == 0) last_rx_ns_ = io_->shared.now_ns();
   interest_ = wanted;
   epoll_event event{};
   event.data.u64 = epoll_key(link_->id);

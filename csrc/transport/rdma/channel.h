@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "transport/core/channel.h"
+#include "transport/core/link_credits.h"
 #include "transport/rdma/host.h"
 #include "transport/rdma/peer.h"
 #include "transport/socket/outbox.h"
@@ -40,9 +41,11 @@ class RdmaChannel final : public Channel, private Host::User {
 
   void on_event(std::uint32_t source, std::uint32_t events, std::int64_t now) override;
   void work(std::int64_t now) override;
+  void work_bulk(std::int64_t) override {}  // the NICs carry the payload
   bool busy() const noexcept override { return news_; }
   std::int64_t next_timer_ns() const noexcept override;
   bool dead() const noexcept override { return state_ == State::kDead; }
+  bool awaits_lanes() const noexcept override { return false; }
   void finish(std::vector<Command> orphans) override;
   const LinkState& link() const noexcept override { return *link_; }
   bool initiator() const noexcept override { return initiator_; }
@@ -69,6 +72,7 @@ class RdmaChannel final : public Channel, private Host::User {
   void pass_on(std::uint64_t id);
   void pass_on(SendCommand command);
   void drop_early();
+  void on_credit(Bytes body);
   void collect();
   void complete(std::uint64_t id, Status status);
   void frame(FrameType type, std::vector<std::byte> body = {});
@@ -79,6 +83,7 @@ class RdmaChannel final : public Channel, private Host::User {
   Io* io_;
   std::shared_ptr<Host> host_;
   std::shared_ptr<LinkState> link_;
+  LinkCredits credits_;
   UniqueFd fd_;
   std::vector<UniqueFd> nic_fds_;  // copies, since a descriptor can be in an epoll once
   std::optional<AuthSession> auth_;

@@ -20,6 +20,7 @@
 
 #include "base/auth_session.h"
 #include "base/result.h"
+#include "transport/core/credit_window.h"
 #include "transport/link.h"
 #include "transport/rdma/arrivals.h"
 #include "transport/rdma/chunks.h"
@@ -87,6 +88,13 @@ struct Text {
 
 using Control = std::variant<Offer, Accept, Refuse, Broken, Map, Mapped, Unmapped, Begin, Posted,
                              Verdict, Abort, Text>;
+
+// What a message costs of the receiver's credits, the same for both sides: a text its bytes, a
+// write its arrival. The payload of writes lands in granted memory, reads ask the owner for
+// nothing.
+inline constexpr std::size_t kTextHeadBytes = 10;  // kind, priority, op
+inline constexpr std::uint64_t kBeginCredit = kFrameCost;
+inline constexpr std::uint64_t text_credit(std::size_t bytes) { return kFrameCost + bytes; }
 
 std::vector<std::byte> encode(const Control& control);
 Result<Control> decode(Bytes bytes);

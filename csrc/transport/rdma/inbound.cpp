@@ -245,6 +245,7 @@ void Inbound::end_revokes() {
 Status Inbound::on(const Begin& m, std::int64_t) {
   if (m.op == 0 || writes_.contains(m.op)) return broken_peer(text("write ", m.op, " begun twice"));
   if (slot_op_[m.slot] != 0) return broken_peer(text("slot ", m.slot, " is in use"));
+  KVCORE_RETURN_IF_ERROR(options_.charge(kBeginCredit));
   slot_op_[m.slot] = m.op;
   writes_.emplace(m.op, Write{.begin = m});
   order_[static_cast<std::size_t>(m.priority)].push_back({false, m.op, {}});
@@ -271,9 +272,11 @@ void Inbound::on(const Abort& m, std::int64_t now) {
   deliver(now);
 }
 
-void Inbound::on(Text m, std::int64_t now) {
+Status Inbound::on(Text m, std::int64_t now) {
+  KVCORE_RETURN_IF_ERROR(options_.charge(text_credit(m.bytes.size())));
   order_[static_cast<std::size_t>(m.priority)].push_back({true, m.op, std::move(m.bytes)});
   deliver(now);
+  return {};
 }
 
 void Inbound::check_complete(std::uint32_t slot) {
@@ -291,7 +294,10 @@ void Inbound::deliver(std::int64_t now) {
       } else {
         const auto it = writes_.find(item.op);
         if (!it->second.over && !it->second.complete) break;
-        if (!it->second.over) announce(&it->second, now);
+        if (it->second.over)
+          options_.give_back(kBeginCredit);
+        else
+          announce(&it->second, now);
         writes_.erase(it);
       }
       queue.pop_front();
@@ -305,6 +311,7 @@ void Inbound::announce(Write* write, std::int64_t now) {
   slot_op_[b.slot] = 0;
   const auto grant = options_.grant(b.grant, now);
   if (!grant) {
+    options_.give_back(kBeginCredit);
     control_.push_back(Verdict{b.op, grant.error()});
     return;
   }

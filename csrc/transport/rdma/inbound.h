@@ -41,6 +41,10 @@ struct InboundOptions {
   // The registration of a region on a rail, and where the region begins.
   std::function<Result<const RegisteredMemory*>(RegionId, std::uint32_t rail)> memory;
   std::function<std::byte*(RegionId)> base;
+  // Credits (control.h): what the peer's words hold. Corrupt: more than it may.
+  std::function<Status(std::uint64_t cost)> charge = [](std::uint64_t) { return Status{}; };
+  // What will not be delivered holds nothing any more; the rest is given back by who delivers it.
+  std::function<void(std::uint64_t cost)> give_back = [](std::uint64_t) {};
 };
 
 class Inbound {
@@ -61,7 +65,7 @@ class Inbound {
   Status on(const Begin& m, std::int64_t now);
   Status on(const Posted& m, std::int64_t now);
   void on(const Abort& m, std::int64_t now);
-  void on(Text m, std::int64_t now);
+  Status on(Text m, std::int64_t now);
 
   bool owns(std::uint32_t rail, QueuePairNumber number) const;
   // A window's completion, or an immediate (kReceive).

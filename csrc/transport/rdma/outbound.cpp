@@ -50,7 +50,11 @@ void Outbound::send(Priority priority, std::vector<std::byte> message, std::uint
 void Outbound::give_up_send(std::uint64_t op, const Status& why) {
   bool taken_back = false;
   for (auto& queue : waiting_)
-    taken_back = std::erase_if(queue, [&](const Item& i) { return i.op == op; }) > 0 || taken_back;
+    std::erase_if(queue, [&](const Item& i) {
+      if (!i.is_message || i.op != op) return false;
+      options_.on_unqueued(i.message.size());
+      return taken_back = true;
+    });
   sends_.erase(op);
   done_.push_back({op, Error{why.error().code,
                              text(why.error().message,
@@ -396,6 +400,12 @@ std::int64_t Outbound::next_timer_ns() const {
   return next;
 }
 
+bool Outbound::afford(std::uint64_t credit, std::size_t priority) {
+  if (!options_.may_send(credit, static_cast<Priority>(priority))) return false;
+  options_.on_sent(credit);
+  return true;
+}
+
 std::optional<Control> Outbound::next_control() {
   if (!urgent_.empty()) {
     Control control = std::move(urgent_.front());
@@ -407,12 +417,15 @@ std::optional<Control> Outbound::next_control() {
     while (!queue.empty()) {
       Item& item = queue.front();
       if (item.is_message) {
+        if (!afford(text_credit(item.message.size()), c)) return std::nullopt;
+        options_.on_unqueued(item.message.size());
         Control control = Text{static_cast<Priority>(c), std::move(item.message), item.op};
         queue.pop_front();
         return control;
       }
       Op* op = find(item.op);
       if (op != nullptr && free_slots_.empty()) break;
+      if (op != nullptr && !afford(kBeginCredit, c)) return std::nullopt;
       queue.pop_front();
       if (op == nullptr) continue;  // given up before it had its place
       op->announced = true;

@@ -54,6 +54,14 @@ struct OutboundOptions {
   // How much may be posted now (pacing); called before each chunk, told what was posted after.
   std::function<bool(std::int64_t now)> may_post = [](std::int64_t) { return true; };
   std::function<void(std::uint64_t bytes)> on_posted = [](std::uint64_t) {};
+  // Credits (control.h): asked before a text or the announcement of a write leaves, and
+  // told when it does.
+  std::function<bool(std::uint64_t cost, Priority)> may_send = [](std::uint64_t, Priority) {
+    return true;
+  };
+  // A message left its queue: it was sent, or taken back.
+  std::function<void(std::uint64_t bytes)> on_unqueued = [](std::uint64_t) {};
+  std::function<void(std::uint64_t cost)> on_sent = [](std::uint64_t) {};
   std::function<std::uint32_t()> random_packet;  // 24 bits, unguessable
 };
 
@@ -161,6 +169,7 @@ class Outbound {
   void settle(Op* op);
   void finish(std::uint64_t op, Status status);
   void drop_map(std::uint64_t grant);
+  bool afford(std::uint64_t credit, std::size_t priority);
   Op* find(std::uint64_t op);
 
   std::vector<Rail> rails_;

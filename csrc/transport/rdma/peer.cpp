@@ -28,7 +28,7 @@ struct Dispatch {
   Status operator()(const Posted& m) { return in.on(m, now); }
   Status operator()(const Verdict& m) { return out.on(m, now), Status{}; }
   Status operator()(const Abort& m) { return in.on(m, now), Status{}; }
-  Status operator()(Text& m) { return in.on(std::move(m), now), Status{}; }
+  Status operator()(Text& m) { return in.on(std::move(m), now); }
 };
 
 }  // namespace

@@ -28,7 +28,10 @@ bool is_loopback(const Address& address);
 Result<UniqueFd> open_listener(Address* address);
 // A connected or connecting non-blocking socket.
 Result<UniqueFd> open_connection(const Address& address);
-void set_tcp_options(int fd);
+// To where that socket is connected, without looking up a name.
+Result<UniqueFd> open_connection_like(int fd);
+// For a connection of this priority class.
+void set_tcp_options(int fd, std::uint32_t priority);
 // The process at the other end of a unix socket; Unauthenticated when it runs as another user.
 Result<std::int64_t> peer_of_same_user(int fd);
 std::string peer_name(int fd);  // "tcp:HOST:PORT" of the other end

@@ -13,58 +13,33 @@
 namespace kvcore::transport {
 namespace {
 
-constexpr std::int64_t kFlushNs = 100'000'000;  // of close()
-constexpr std::size_t kMaxQueuedPieces = 65536;
-constexpr std::int64_t kLeastKeepaliveNs = 20'000'000;  // a shorter one would only be pings
-
-constexpr std::string_view kLabel = "kvcore-link-2";
-
-// How operations end that a link's end leaves behind.
-Status end_of_pending(const Status& why) {
-  if (why.ok()) return Error{ErrorCode::kPeerDead, "the peer closed the link"};
-  switch (why.error().code) {
-    case ErrorCode::kCancelled:
-    case ErrorCode::kPeerDead:
-    case ErrorCode::kPeerHung:
-      return why;
-    default:
-      return Error{ErrorCode::kTransport, why.error().message};
-  }
-}
-
-std::optional<AuthSession> make_auth(const TransportOptions& options, bool initiator) {
-  auto auth =
-      AuthSession::make(initiator ? AuthSession::Side::kInitiator : AuthSession::Side::kResponder,
-                        std::as_bytes(std::span(options.key)), kLabel, make_link_hello(options));
-  if (!auth) return std::nullopt;
-  return std::move(*auth);
-}
+constexpr std::uint64_t kBulkPullBytes = 256UL * 1024;  // of the lower classes, in a round
+constexpr std::int64_t kFlushNs = 100'000'000;          // of close()
 
 }  // namespace
 
-Connection::Connection(Io* io, std::shared_ptr<LinkState> state, UniqueFd fd, bool shm,
-                       bool initiator, std::int64_t now)
+Connection::Connection(Io* io, Sessions* sessions, std::shared_ptr<LinkState> state, UniqueFd fd,
+                       bool shm, bool initiator, std::int64_t now)
     : io_(io),
+      sessions_(sessions),
       shm_(shm),
       link_(std::move(state)),
-      fd_(std::move(fd)),
-      auth_(make_auth(io->shared.options, initiator)),
       initiator_(initiator),
       state_(initiator ? State::kConnecting : State::kHandshake),
+      credits_(&io->shared, link_),
       last_rx_ns_(now),
       last_tx_ns_(now),
       setup_deadline_ns_(now + io->shared.options.handshake_ns) {
-  if (!auth_) fail(Error{ErrorCode::kIo, "no random bytes for a handshake"});
-  if (dead() || !fd_) return;  // no socket: the caller says why
+  for (std::uint32_t n = 0; n < kNumPriorities; ++n) lanes_[n].number = n;
   pacer_.set_rate(io->shared.options.pacing_bytes_per_s, now);
-  epoll_event event{};
-  event.data.u64 = epoll_key(link_->id);
-  event.events = interest_ = EPOLLIN | EPOLLRDHUP | (initiator ? EPOLLOUT : 0U);
-  if (::epoll_ctl(io_->epoll_fd, EPOLL_CTL_ADD, fd_.get(), &event) != 0)
-    fail(Error{ErrorCode::kIo, text("epoll_ctl: errno ", errno)});
+  if (fd)
+    open_lane(lanes_[0], std::move(fd),
+              make_link_hello(io->shared.options, own_lanes(), credits_.first_window()));
 }
 
-Connection::~Connection() = default;
+Connection::~Connection() {
+  if (lanes_[0].auth) sessions_->forget(lanes_[0].auth->session_id(), this);
+}
 
 Op* Connection::find_op(std::uint64_t id) {
   const auto it = ops_.find(id);
@@ -107,7 +82,7 @@ void Connection::give_up(std::uint64_t id, const Status& why) {
     return give_up_send(id, sent->second, why);
   Op* op = find_op(id);
   if (op == nullptr || op->giving_up) return;
-  if (op->started) control(FrameType::kAbort, make_body(OpHead{id}));
+  if (op->started) control(lane_of(op->options.priority), FrameType::kAbort, make_body(OpHead{id}));
   if (shm() && op->started && !op->is_read) {  // the peer may be copying: its answer ends it
     op->giving_up = true;
     op->give_up_status = why;
@@ -120,7 +95,7 @@ void Connection::complete(std::uint64_t id, Status status) {
   const auto it = ops_.find(id);
   if (it == ops_.end()) return;
   Op& op = *it->second;
-  outbox_.detach(id);
+  lane_of(op.options.priority).outbox.detach(id);
   io_->shared.grants.unpin(op.region);
   if (op.options.deadline_ns != 0) deadlines_.erase({op.options.deadline_ns, id});
   if (!op.is_read) link_->queued_bytes -= op.bytes - op.done;
@@ -158,37 +133,20 @@ void Connection::complete_send(std::uint64_t id, Status status) {
   io_->shared.events.push(Completion{link_->id, OpId{id}, std::move(status), bytes});
 }
 
-void Connection::deliver(std::uint64_t op, std::vector<std::byte> message) {
+void Connection::deliver(Lane& lane, std::uint64_t op, std::vector<std::byte> message,
+                         std::uint64_t cost) {
   link_->messages_in += 1;
-  io_->shared.events.push(Message{link_->id, std::move(message), now_ns()});
-  if (op != 0) control(FrameType::kResult, make_result(op, {}));
-}
-
-// Who the peer is, as soon as it has proved the key.
-Status Connection::greet() {
-  KVCORE_ASSIGN_OR_RETURN(peer_, parse_link_hello(auth_->peer_hello()));
-  KVCORE_RETURN_IF_ERROR(check_models(io_->shared.options.model_digest, peer_.model));
-  if (peer_.keepalive_ns != 0) peer_.keepalive_ns = std::max(peer_.keepalive_ns, kLeastKeepaliveNs);
-  const std::lock_guard lock(io_->shared.mu);
-  link_->peer = peer_;
-  return {};
-}
-
-void Connection::on_established(std::int64_t now) {
-  if (const Status status = greet(); !status) return fail(status);
-  last_rx_ns_ = now;
-  state_ = State::kUp;
-  link_->up = was_up_ = true;
-  io_->shared.events.push(Up{link_->id, !initiator_});
-  if (!shm()) return;
-  for (const auto& [id, view] : io_->shared.grants.regions()) announce_region(id, view);
+  io_->shared.events.push(Message{link_->id, std::move(message), now_ns()}, link_->poll_credit,
+                          cost);
+  if (op != 0) control(lane, FrameType::kResult, make_result(op, {}));
 }
 
 void Connection::region_changed(RegionId region, bool gone) {
   if (!shm() || state_ != State::kUp) return;
   if (gone) {
     if (announced_.erase(static_cast<std::uint32_t>(region)) > 0)
-      control(FrameType::kRegionGone, make_body(RegionHead{static_cast<std::uint32_t>(region), 0}));
+      control(lanes_[0], FrameType::kRegionGone,
+              make_body(RegionHead{static_cast<std::uint32_t>(region), 0}));
     return;
   }
   const auto view = io_->shared.grants.region(region);
@@ -201,7 +159,7 @@ void Connection::announce_region(RegionId id, const RegionView& view) {
   frame.fd = UniqueFd(::fcntl(view.fd, F_DUPFD_CLOEXEC, 0));
   if (!frame.fd) return fail(Error{ErrorCode::kIo, text("dup of a region's memfd: errno ", errno)});
   frame.body = make_body(RegionHead{static_cast<std::uint32_t>(id), view.bytes});
-  control_.push_back(std::move(frame));
+  lanes_[0].control.push_back(std::move(frame));
 }
 
 void Connection::begin_close(std::int64_t now) {
@@ -224,8 +182,10 @@ void Connection::fail(Status why) {
 
 void Connection::finish(std::vector<Command> orphans) {
   // The shutdown tells a peer that is copying from our memory not to announce it (see the top).
-  ::shutdown(fd_.get(), SHUT_RDWR);
-  fd_.reset();
+  for (Lane& lane : lanes_) {
+    if (lane.fd) ::shutdown(lane.fd.get(), SHUT_RDWR);
+    lane.fd.reset();
+  }
   for (Command& command : orphans) {
     if (auto* op = std::get_if<std::unique_ptr<Op>>(&command.what)) {
       const std::uint64_t id = (*op)->id;
@@ -239,6 +199,7 @@ void Connection::finish(std::vector<Command> orphans) {
   while (!ops_.empty()) complete(ops_.begin()->first, pending);
   while (!sends_.empty()) complete_send(sends_.begin()->first, pending);
   link_->queued_message_bytes = 0;
+  credits_.close();
   const bool never_was_a_link = !initiator_ && !was_up_;
   if (!never_was_a_link) io_->shared.events.push(Down{link_->id, why_});
 }
@@ -256,20 +217,27 @@ void Connection::run_timers(std::int64_t now) {
     return;
   }
   const std::int64_t keepalive = io_->shared.options.keepalive_ns;
-  const bool reading = (interest_ & EPOLLIN) != 0;
-  if (keepalive != 0 && reading && now - last_rx_ns_ > keepalive)
+  if (keepalive != 0 && now - last_rx_ns_ > keepalive)
     fail(Error{ErrorCode::kPeerHung,
                text("the peer was silent for ", (now - last_rx_ns_) / 1'000'000, " ms (keep-alive ",
                     keepalive / 1'000'000, " ms)")});
-  if (peer_.keepalive_ns != 0 && now - last_tx_ns_ >= peer_.keepalive_ns / 4 && outbox_.empty() &&
-      control_.empty())
-    control(FrameType::kPing);
-  if (state_ != State::kClosing) return;
-  const bool flushed = ops_.empty() && sends_.empty() && outbox_.empty() && control_.empty() &&
+  if (peer_.keepalive_ns != 0 && now - last_tx_ns_ >= peer_.keepalive_ns / 4 && lanes_[0].flushed())
+    control(lanes_[0], FrameType::kPing);
+  if (dial_at_ns_ != 0 && now >= dial_at_ns_) dial_lanes();
+  if (lanes_deadline_ns_ != 0 && now >= lanes_deadline_ns_)
+    fail(Error{ErrorCode::kTransport, text("no connection for each priority class with ",
+                                           link_->peer_address, " in time")});
+  if (bye_deadline_ns_ != 0 && now >= bye_deadline_ns_) fail({});  // the rest of it never came
+  if (state_ == State::kClosing) run_closing(now);
+}
+
+// Everything out, then a bye on each lane, then the end.
+void Connection::run_closing(std::int64_t now) {
+  const bool flushed = ops_.empty() && sends_.empty() &&
+                       std::ranges::all_of(lanes_, &Lane::flushed) &&
                        std::ranges::all_of(tx_, [](const auto& q) { return q.empty(); });
-  if (flushed && !bye_sent_) {
-    bye_sent_ = true;
-    control(FrameType::kBye);
+  if (flushed && !lanes_[0].bye_sent) {
+    say_bye();
   } else if (flushed || now >= close_deadline_ns_) {
     fail(Error{ErrorCode::kCancelled, "closed by this side"});
   }
@@ -278,15 +246,40 @@ void Connection::run_timers(std::int64_t now) {
 void Connection::work(std::int64_t now) {
   if (dead()) return;
   run_timers(now);
-  if (!dead()) pull(now);
-  if (!dead()) pump(now);
-  if (!dead() && state_ == State::kClosing) run_timers(now);
-  if (!dead()) pump(now);
-  if (!dead()) update_interest();
+  credits_.collect_polled();
+  if (!dead()) pull(0, 0, kLandingBytes, now);
+  if (!dead()) pump(lanes_[0], now);
+  if (!dead()) update_interest(lanes_[0]);
+}
+
+void Connection::work_bulk(std::int64_t now) {
+  if (!dead() && shm() && pulls_[0].empty()) {
+    pull(1, kNumPriorities - 1, kBulkPullBytes, now);
+    if (!dead()) pump(lanes_[0], now);  // its results and credits: nothing else may come to wake us
+    if (!dead()) update_interest(lanes_[0]);
+  }
+  for (std::size_t n = 1; n < num_lanes_ && !dead(); ++n) {
+    lanes_[n].more = false;
+    if (lanes_[n].state != Lane::State::kUp || !higher_waits(n)) pump(lanes_[n], now);
+    if (!dead()) update_interest(lanes_[n]);
+  }
+  if (dead() || state_ != State::kClosing) return;
+  run_timers(now);
+  for (std::size_t n = 0; n < num_lanes_ && !dead(); ++n) {
+    pump(lanes_[n], now);
+    if (!dead()) update_interest(lanes_[n]);
+  }
+}
+
+bool Connection::higher_waits(std::size_t n) const {
+  for (std::size_t m = 0; m < n; ++m)
+    if (!lanes_[m].outbox.empty() || !tx_[m].empty()) return true;
+  return false;
 }
 
 bool Connection::busy() const noexcept {
-  return std::ranges::any_of(pulls_, [](const auto& q) { return !q.empty(); });
+  return std::ranges::any_of(pulls_, [](const auto& q) { return !q.empty(); }) ||
+         std::ranges::any_of(lanes_, &Lane::more);
 }
 
 std::int64_t Connection::next_timer_ns() const noexcept {
@@ -296,40 +289,13 @@ std::int64_t Connection::next_timer_ns() const noexcept {
     return std::min(next, setup_deadline_ns_);
   const std::int64_t keepalive = io_->shared.options.keepalive_ns;
   if (keepalive != 0) next = std::min(next, last_rx_ns_ + keepalive + 1);
-  if (peer_.keepalive_ns != 0 && outbox_.empty())
+  if (peer_.keepalive_ns != 0 && lanes_[0].outbox.empty())
     next = std::min(next, last_tx_ns_ + peer_.keepalive_ns / 4);
   if (pace_until_ != 0) next = std::min(next, pace_until_);
-  if (close_deadline_ns_ != 0) next = std::min(next, close_deadline_ns_);
+  for (const std::int64_t t :
+       {close_deadline_ns_, lanes_deadline_ns_, dial_at_ns_, bye_deadline_ns_})
+    if (t != 0) next = std::min(next, t);
   return next;
-}
-
-void Connection::update_interest() {
-  const bool paused = !hung_up_ && (io_->shared.events.full() || pull_pieces_ > kMaxQueuedPieces);
-  std::uint32_t wanted = hung_up_ ? EPOLLIN : EPOLLRDHUP | (paused ? 0U : EPOLLIN);
-  if (state_ == State::kConnecting || outbox_.blocked()) wanted |= EPOLLOUT;
-  if (wanted == interest_) return;
-  if ((wanted & EPOLLIN) != 0 && (interest_ & EPOLLIN) == 0) last_rx_ns_ = now_ns();
-  interest_ = wanted;
-  epoll_event event{};
-  event.data.u64 = epoll_key(link_->id);
-  event.events = wanted;
-  ::epoll_ctl(io_->epoll_fd, EPOLL_CTL_MOD, fd_.get(), &event);
-}
-
-void Connection::on_event(std::uint32_t, std::uint32_t events, std::int64_t now) {
-  if (dead()) return;
-  if (state_ == State::kConnecting && (events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) != 0) {
-    int error = 0;
-    socklen_t size = sizeof error;
-    ::getsockopt(fd_.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-    if (error != 0)
-      return fail(Error{ErrorCode::kPeerDead,
-                        text("connect ", link_->peer_address, ": ", std::strerror(error))});
-    state_ = State::kHandshake;
-    outbox_.push_raw(auth_->start());
-  }
-  if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) hung_up_ = true;
-  if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) receive(now);
 }
 
 }  // namespace kvcore::transport

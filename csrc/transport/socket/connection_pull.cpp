@@ -10,13 +10,13 @@
 
 namespace kvcore::transport {
 
-void Connection::pull(std::int64_t now) {
-  std::uint64_t budget = kLandingBytes;  // then the socket has its turn: aborts must be heard
-  for (auto& queue : pulls_) {
+// Classes first..last, at most `budget` bytes: then the socket has its turn, aborts must be heard.
+void Connection::pull(std::size_t first, std::size_t last, std::uint64_t budget, std::int64_t now) {
+  for (std::size_t c = first; c <= last; ++c) {
+    auto& queue = pulls_[c];
     while (!queue.empty() && !dead()) {
-      const std::size_t weight = queue.front().weight();
       if (!pull_step(&queue.front(), &budget, now)) return;
-      pull_pieces_ -= weight;
+      if (queue.front().kind != Pull::Kind::kMessage) credits_.give_back(queue.front().cost);
       queue.pop_front();
     }
   }
@@ -25,7 +25,7 @@ void Connection::pull(std::int64_t now) {
 // Returns whether the item is over.
 bool Connection::pull_step(Pull* item, std::uint64_t* budget, std::int64_t now) {
   if (item->kind == Pull::Kind::kMessage) {
-    deliver(item->op, std::move(item->message));
+    deliver(lanes_[0], item->op, std::move(item->message), item->cost);
     return true;
   }
   while (item->piece < item->pieces.size()) {
@@ -47,7 +47,7 @@ bool Connection::pull_step(Pull* item, std::uint64_t* budget, std::int64_t now) 
       if (is_read)
         complete(item->op, status);
       else
-        fail_write(item->op, status);
+        fail_write(lanes_[0], item->op, status);
       break;
     }
     *budget -= n;
@@ -88,15 +88,16 @@ Status Connection::pull_piece(Pull* item, const Piece& piece, std::uint64_t byte
 void Connection::pull_done(const Pull& item) {
   if (!item.last) return;
   if (item.kind == Pull::Kind::kRead) {
-    if (find_op(item.op) != nullptr) control(FrameType::kReadDone, make_body(OpHead{item.op}));
+    if (find_op(item.op) != nullptr)
+      control(lanes_[0], FrameType::kReadDone, make_body(OpHead{item.op}));
     return;
   }
   if (peer_hung_up()) return;  // it may have reused the memory already: nothing is announced
-  finish_write(item.op);
+  finish_write(lanes_[0], item.op);
 }
 
 bool Connection::peer_hung_up() const {
-  pollfd p{fd_.get(), POLLRDHUP, 0};
+  pollfd p{lanes_[0].fd.get(), POLLRDHUP, 0};
   return ::poll(&p, 1, 0) != 0 && (p.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
 }
 

@@ -8,63 +8,75 @@
 namespace kvcore::transport {
 namespace {
 
-constexpr std::size_t kOutboxBytes = 1024UL * 1024;  // built ahead of the socket
-constexpr std::size_t kRoundBytes = 4096UL * 1024;   // then other links have their turn
-constexpr std::uint64_t kTcpChunk = 256UL * 1024;    // its checksum and its copy meet in L2
+constexpr std::size_t kOutboxBytes = 256UL * 1024;  // built ahead of the socket
+constexpr std::size_t kRoundBytes = 4096UL * 1024;  // then other links have their turn
+constexpr std::size_t kBulkBytes = 256UL * 1024;    // both, of a lower class
+constexpr std::uint64_t kTcpChunk = 256UL * 1024;   // its checksum and its copy meet in L2
 // Twice what two sides with the most operations can owe each other.
 constexpr std::size_t kMaxControl = 262144;
 constexpr std::uint64_t kShmChunk = 16384UL * 1024;
 
 }  // namespace
 
-void Connection::control(FrameType type, std::vector<std::byte> body) {
-  OutFrame frame{type};
+void Connection::control(Lane& lane, FrameType type, std::vector<std::byte> body,
+                         Priority priority) {
+  OutFrame frame{type, priority};
   frame.body = std::move(body);
-  control_.push_back(std::move(frame));
-  if (control_.size() > kMaxControl)
+  lane.control.push_back(std::move(frame));
+  if (lane.control.size() > kMaxControl)
     fail(Error{ErrorCode::kTransport, text("the peer takes no answers: ", kMaxControl, " wait")});
 }
 
-void Connection::pump(std::int64_t now) {
+void Connection::pump(Lane& lane, std::int64_t now) {
   std::size_t sent = 0;
-  pace_until_ = 0;
-  while (sent < kRoundBytes) {
-    while (outbox_.bytes() < kOutboxBytes && build_next(now)) {
+  if (lane.number == 0) pace_until_ = 0;
+  lane.more = false;
+  if (!lane.fd || lane.state == Lane::State::kConnecting) return;
+  const bool bulk = lane.number > 0;
+  const std::size_t ahead = bulk ? kBulkBytes : kOutboxBytes;
+  while (sent < (bulk ? kBulkBytes : kRoundBytes)) {
+    while (lane.outbox.bytes() < ahead && build_next(lane, now)) {
     }
-    if (outbox_.empty() || state_ == State::kConnecting) return;
-    const auto n = outbox_.flush(fd_.get(), kOutboxBytes);
+    if (lane.outbox.empty()) return;
+    const auto n = lane.outbox.flush(lane.fd.get(), ahead);
     if (!n) {
-      hung_up_ = true;
-      receive(now);  // what it said before its end, a goodbye perhaps
+      if (dial_again(lane, now)) return;
+      lane.hung_up = true;
+      receive(lane, now);  // what it said before its end, a goodbye perhaps
       return fail(n.error());
     }
     if (*n > 0) last_tx_ns_ = now;
     sent += *n;
-    if (outbox_.blocked()) return;
+    if (lane.outbox.blocked()) return;
   }
-  io_->shared.wake();  // more is left than one round's share
+  lane.more = true;
 }
 
-bool Connection::build_next(std::int64_t now) {
-  if (state_ != State::kUp && state_ != State::kClosing) return false;
-  if (!control_.empty()) {
-    outbox_.push(&*auth_, std::move(control_.front()));
-    control_.pop_front();
+bool Connection::build_next(Lane& lane, std::int64_t now) {
+  if (lane.state != Lane::State::kUp || (state_ != State::kUp && state_ != State::kClosing))
+    return false;
+  if (!lane.control.empty()) {
+    lane.outbox.push(&*lane.auth, std::move(lane.control.front()));
+    lane.control.pop_front();
     return true;
   }
-  for (int c = 0; c < kNumPriorities; ++c) {
+  if (announce_credits(lane)) return true;
+  const bool all = num_lanes_ == 1;
+  for (std::size_t c = all ? 0 : lane.number; c <= (all ? kNumPriorities - 1 : lane.number); ++c) {
     bool built = false;
-    if (!build_from(&tx_[c], static_cast<Priority>(c), now, &built)) return built;
+    if (!build_from(lane, &tx_[c], static_cast<Priority>(c), now, &built)) return built;
   }
   return false;
 }
 
 // Returns whether the next class may be looked at: nothing is left here.
-bool Connection::build_from(std::deque<TxItem>* queue, Priority priority, std::int64_t now,
-                            bool* built) {
+bool Connection::build_from(Lane& lane, std::deque<TxItem>* queue, Priority priority,
+                            std::int64_t now, bool* built) {
   while (!queue->empty()) {
     TxItem& item = queue->front();
     if (item.kind == TxItem::Kind::kMessage) {
+      const std::uint64_t head = item.op == 0 ? 0 : sizeof(OpHead);
+      if (!credits_.may_send(cost_of(head + item.message.size(), 0), priority, now)) return false;
       OutFrame frame{FrameType::kMessage, priority};
       link_->queued_message_bytes -= item.message.size();
       if (item.op != 0) frame.flags |= kFlagAnswer;
@@ -72,7 +84,7 @@ bool Connection::build_from(std::deque<TxItem>* queue, Priority priority, std::i
                        ? std::move(item.message)
                        : make_body(OpHead{item.op}, std::span<const std::byte>(item.message));
       queue->pop_front();
-      outbox_.push(&*auth_, std::move(frame));
+      push_charged(lane, std::move(frame));
       *built = true;
       return false;
     }
@@ -84,7 +96,9 @@ bool Connection::build_from(std::deque<TxItem>* queue, Priority priority, std::i
       continue;
     }
     if (op != nullptr && op->is_read) {
-      push_read_request(op, priority);
+      const std::uint64_t body = sizeof(ReadHead) + op->segments.size() * sizeof(Range);
+      if (!credits_.may_send(cost_of(body, 0), priority, now)) return false;
+      push_read_request(lane, op, priority);
       queue->pop_front();
       *built = true;
       return false;
@@ -96,10 +110,12 @@ bool Connection::build_from(std::deque<TxItem>* queue, Priority priority, std::i
     }
     bool finished = false;
     if (op != nullptr) {
-      push_chunk(op, priority);
+      const std::uint64_t limit = credit_for_chunk(*op, priority, now);
+      if (limit == 0) return false;
+      push_chunk(lane, op, priority, limit);
       finished = op->done == op->bytes;
     } else {
-      finished = push_serve_chunk(item.op, priority);
+      finished = push_serve_chunk(lane, item.op, priority);
     }
     if (finished) queue->pop_front();
     *built = true;
@@ -108,7 +124,7 @@ bool Connection::build_from(std::deque<TxItem>* queue, Priority priority, std::i
   return true;
 }
 
-void Connection::push_read_request(Op* op, Priority priority) {
+void Connection::push_read_request(Lane& lane, Op* op, Priority priority) {
   std::vector<Range> ranges;
   ranges.reserve(op->segments.size());
   for (const Segment& s : op->segments) ranges.push_back({s.remote_offset, s.bytes});
@@ -116,12 +132,12 @@ void Connection::push_read_request(Op* op, Priority priority) {
   frame.body =
       make_body(ReadHead{op->id, op->grant, ranges.size()}, std::span<const Range>(ranges));
   op->started = true;
-  outbox_.push(&*auth_, std::move(frame));
+  push_charged(lane, std::move(frame));
 }
 
 // The next pieces of a write: at most a chunk, each inside one segment.
-void Connection::push_chunk(Op* op, Priority priority) {
-  const std::uint64_t limit = pacer_.chunk_bytes(shm() ? kShmChunk : kTcpChunk);
+void Connection::push_chunk(Lane& lane, Op* op, Priority priority, std::uint64_t credit) {
+  const std::uint64_t limit = std::min(credit, pacer_.chunk_bytes(shm() ? kShmChunk : kTcpChunk));
   OutFrame frame{FrameType::kWrite, priority};
   std::vector<Piece> pieces;
   std::uint64_t total = 0;
@@ -161,11 +177,11 @@ void Connection::push_chunk(Op* op, Priority priority) {
     frame.owned[frame.owned.size() / 2] ^= std::byte{1};
     frame.payload.assign(1, iovec{frame.owned.data(), frame.owned.size()});
   }
-  outbox_.push(&*auth_, std::move(frame));
+  push_charged(lane, std::move(frame));
 }
 
 // tcp: the next bytes of a read we serve, copied while the grant holds. Returns whether it is over.
-bool Connection::push_serve_chunk(std::uint64_t id, Priority priority) {
+bool Connection::push_serve_chunk(Lane& lane, std::uint64_t id, Priority priority) {
   Serve& serve = serving_.at(id);
   const std::uint64_t limit = pacer_.chunk_bytes(kTcpChunk);
   std::vector<Range> ranges;
@@ -199,12 +215,12 @@ bool Connection::push_serve_chunk(std::uint64_t id, Priority priority) {
     if (over) frame.flags |= kFlagLast;
     frame.body = make_body(OpHead{id}, std::span<const DataPiece>(pieces));
     frame.payload.assign(1, iovec{frame.owned.data(), frame.owned.size()});
-    outbox_.push(&*auth_, std::move(frame));
+    lane.outbox.push(&*lane.auth, std::move(frame));
   }
   if (over) {
     OutFrame result{FrameType::kResult, priority};
     result.body = make_result(id, status);
-    outbox_.push(&*auth_, std::move(result));
+    lane.outbox.push(&*lane.auth, std::move(result));
     end_serve(id);
   }
   return over;

@@ -41,13 +41,16 @@ Result<std::uint64_t> total_bytes(const std::vector<Item>& items, std::uint64_t 
   return total;
 }
 
-std::size_t most_body_bytes(const FramePrefix& p) {
+std::size_t most_body_bytes(const FramePrefix& p, std::size_t message_head) {
   switch (static_cast<FrameType>(p.type)) {
     case FrameType::kPing:
-    case FrameType::kBye:
       return 0;
+    case FrameType::kBye:
+      return sizeof(ByeHead);
+    case FrameType::kCredit:
+      return sizeof(Credit);
     case FrameType::kMessage:
-      return kMaxMessageBytes + ((p.flags & kFlagAnswer) != 0 ? sizeof(OpHead) : 0);
+      return kMaxMessageBytes + message_head + ((p.flags & kFlagAnswer) != 0 ? sizeof(OpHead) : 0);
     default:
       return kMaxBodyBytes;
   }
@@ -55,7 +58,7 @@ std::size_t most_body_bytes(const FramePrefix& p) {
 
 }  // namespace
 
-Status check_prefix(const FramePrefix& p, bool shm) {
+Status check_prefix(const FramePrefix& p, bool shm, std::size_t message_head) {
   if (p.magic != FramePrefix{}.magic) return corrupt("frame without the magic number");
   if (p.type == 0 || p.type > kLastFrameType)
     return corrupt(text("frame type ", static_cast<int>(p.type), " is unknown"));
@@ -63,7 +66,7 @@ Status check_prefix(const FramePrefix& p, bool shm) {
     return corrupt(text("frame priority ", static_cast<int>(p.priority), " is unknown"));
   if ((p.flags & ~kAllFlags) != 0) return corrupt(text("frame flags ", p.flags, " are unknown"));
   const auto type = static_cast<FrameType>(p.type);
-  if (p.body_bytes > most_body_bytes(p))
+  if (p.body_bytes > most_body_bytes(p, message_head))
     return corrupt(
         text("frame type ", static_cast<int>(p.type), " with a body of ", p.body_bytes, " bytes"));
   const bool only_shm = type >= FrameType::kReadGo && type <= FrameType::kRegionGone;

@@ -20,6 +20,7 @@
 
 #include "base/auth_session.h"
 #include "base/result.h"
+#include "transport/core/credit_window.h"
 #include "transport/link.h"
 
 namespace kvcore::transport {
@@ -36,7 +37,8 @@ enum class FrameType : std::uint8_t {
   kReadDone,     // shm: OpHead: it has pulled; kResult says whether the grant still stood
   kRegion,       // shm: RegionHead and a descriptor by SCM_RIGHTS
   kRegionGone,   // shm: RegionHead
-  kBye,          // last frame of a link closed in order
+  kCredit,       // Credit: what the peer may send
+  kBye,          // last frame of a lane closed in order; on lane 0 ByeHead: where others follow
 };
 inline constexpr std::uint8_t kLastFrameType = static_cast<std::uint8_t>(FrameType::kBye);
 
@@ -93,6 +95,9 @@ struct GoHead {
   std::uint64_t op;
   std::uint64_t region;
 };
+struct ByeHead {
+  std::uint64_t lanes;  // bit n: lane n ends with a bye of its own
+};
 struct RegionHead {
   std::uint64_t region;
   std::uint64_t bytes;
@@ -107,8 +112,19 @@ std::vector<std::byte> make_body(const Head& head, std::span<const Item> items =
   return body;
 }
 
-// Magic, type, priority and sizes; `shm` links carry no payload.
-Status check_prefix(const FramePrefix& prefix, bool shm);
+// What a frame costs of the receiver's credits: the same for both sides.
+inline bool costs(FrameType type) {
+  return type == FrameType::kMessage || type == FrameType::kWrite ||
+         type == FrameType::kReadRequest;
+}
+inline std::uint64_t cost_of(std::uint64_t body_bytes, std::uint64_t payload_bytes) {
+  return kFrameCost + body_bytes + payload_bytes;
+}
+inline constexpr std::uint64_t kMaxFrameCost = kFrameCost + kMaxBodyBytes + kMaxPayloadBytes;
+
+// Magic, type, priority and sizes; `shm` links carry no payload. message_head: what a kMessage may
+// have before the message itself, beside an OpHead.
+Status check_prefix(const FramePrefix& prefix, bool shm, std::size_t message_head = 0);
 
 struct WriteFrame {
   WriteHead head;

@@ -45,7 +45,6 @@ class SocketScheme final : public Scheme {
       KVCORE_ASSIGN_OR_RETURN(out.peer_pid, peer_of_same_user(fd.get()));
       out.peer_address = text("shm: pid ", out.peer_pid);
     } else {
-      set_tcp_options(fd.get());
       out.peer_address = peer_name(fd.get());
     }
     out.fd = std::move(fd);
@@ -54,7 +53,8 @@ class SocketScheme final : public Scheme {
 
   std::unique_ptr<Channel> channel(Io* io, std::shared_ptr<LinkState> state, UniqueFd fd,
                                    bool initiator, std::int64_t now) override {
-    return std::make_unique<Connection>(io, std::move(state), std::move(fd), shm_, initiator, now);
+    return std::make_unique<Connection>(io, &sessions_, std::move(state), std::move(fd), shm_,
+                                        initiator, now);
   }
 
  private:
@@ -67,6 +67,7 @@ class SocketScheme final : public Scheme {
   }
 
   const bool shm_, keyed_;
+  Sessions sessions_;  // outlives the channels: the schemes of a Transport outlive its I/O thread
 };
 
 }  // namespace

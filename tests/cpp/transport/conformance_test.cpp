@@ -346,6 +346,28 @@ TEST_P(Conformance, RegionsThatOthersCouldWriteAreRefused) {
             ErrorCode::kUnsupported);
 }
 
+// Without keep-alive no timer repairs a wake-up that was forgotten.
+TEST_P(Conformance, EveryClassMovesWithoutAnyTimer) {
+  TransportOptions options;
+  options.keepalive_ns = 0;
+  connect(options, options);
+  const Grant grant = grant_all();
+  for (int i = 0; i < 30; ++i) {
+    OpOptions in_class;
+    in_class.priority = static_cast<Priority>(i % kNumPriorities);
+    ASSERT_TRUE(write_and_wait(grant.ref, {{0, 0, kBytes}}, in_class).ok()) << i;
+    const Segment s{0, 0, 1'000'000};
+    ASSERT_TRUE(to_owner->read(peer_region, {&s, 1}, grant.ref, in_class).ok());
+    const auto done = peer->next<Completion>();
+    ASSERT_TRUE(done && done->status.ok()) << i;
+    SendOptions asked;
+    asked.completion = true;
+    asked.priority = in_class.priority;
+    ASSERT_TRUE(to_owner->send(bytes_of("m"), asked).ok());
+    ASSERT_TRUE(peer->next<Completion>().has_value()) << i;
+  }
+}
+
 TEST_P(Conformance, DeadlineEndsAnOperation) {
   connect();
   const Grant grant = grant_all();

@@ -149,6 +149,30 @@ TEST_P(SocketLinks, ASilentServerIsGivenUpAndASilentClientDropped) {
   EXPECT_LT(now_ns() - start, 1000 * kMs);
 }
 
+// A process that dies before it reads the hello resets the connection; who refuses it has read it.
+TEST_P(SocketLinks, DeathBeforeTheHandshakeIsToldFromARefusal) {
+  Address address = *parse_address(listen_address(GetParam()));
+  const UniqueFd listener = take(open_listener(&address));
+  peer.emplace(make({}));
+  for (const bool reads : {false, true}) {
+    auto link = *peer->transport->connect(address.str());
+    pollfd p{listener.get(), POLLIN, 0};
+    ASSERT_EQ(::poll(&p, 1, 2000), 1);
+    UniqueFd served(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    p = {served.get(), POLLIN, 0};
+    ASSERT_EQ(::poll(&p, 1, 2000), 1);
+    std::byte hello[4096];
+    if (reads) {
+      ASSERT_GT(::recv(served.get(), hello, sizeof hello, 0), 0);
+    }
+    served.reset();
+    const auto down = peer->next<Down>(2000);
+    ASSERT_TRUE(down.has_value());
+    EXPECT_EQ(down->status.error().code, reads ? ErrorCode::kTransport : ErrorCode::kPeerDead)
+        << message_of(down->status);
+  }
+}
+
 TEST_P(SocketLinks, GarbageIsDroppedAndTheServiceGoesOn) {
   connect();
   const Grant grant = grant_all();

@@ -21,7 +21,7 @@
 namespace kvcore::transport {
 namespace {
 
-constexpr std::string_view kLabel = "kvcore-link-2";
+constexpr std::string_view kLabel = "kvcore-link-3";
 constexpr std::int64_t kInTimeMs = 1000;
 
 std::int64_t resident_bytes() {
@@ -44,7 +44,7 @@ class RawPeer {
       : fd_(take(open_connection(*parse_address(address)))),
         auth_(take(AuthSession::make(AuthSession::Side::kInitiator,
                                      std::as_bytes(std::span(options.key)), kLabel,
-                                     make_link_hello(options)))) {
+                                     make_link_hello(options, 1, 1 << 20)))) {
     wait_for(POLLOUT);
     send(auth_.start());
     std::vector<std::byte> in(4096), out;
@@ -248,8 +248,8 @@ TEST_P(HostileLinks, AReplayedFrameEndsItsLinkAndIsNotDelivered) {
 TEST_P(HostileLinks, AReplayedHandshakeProvesNothing) {
   serve();
   // Every byte that an honest client says, said again on a connection of one's own.
-  AuthSession honest =
-      take(AuthSession::make(AuthSession::Side::kInitiator, {}, kLabel, make_link_hello({})));
+  AuthSession honest = take(AuthSession::make(AuthSession::Side::kInitiator, {}, kLabel,
+                                              make_link_hello({}, 1, 1 << 20)));
   const auto record = [&](AuthSession* session, bool replay, const std::vector<std::byte>& said) {
     const UniqueFd fd = stranger();
     pollfd p{fd.get(), POLLOUT, 0};
@@ -326,7 +326,9 @@ TEST_P(HostileLinks, AFrameThatEndsTooEarlyLeavesNothingBehind) {
 
 // Reads asked for without end by a peer that takes no answer.
 TEST_P(HostileLinks, AFloodOfRequestsIsBoundedInMemory) {
-  serve();
+  TransportOptions generous;  // the limit of ranges comes before that of credits
+  generous.credits.per_link_bytes = generous.credits.total_bytes = 40UL << 20;
+  serve(generous);
   const Grant grant = grant_all(Rights::kRead);
   RawPeer peer(address, {});
   ASSERT_TRUE(peer.up());
@@ -343,6 +345,27 @@ TEST_P(HostileLinks, AFloodOfRequestsIsBoundedInMemory) {
   }
   EXPECT_GT(op, 17U);                              // past the limit, which is 16 of these
   EXPECT_LT(resident_bytes() - before, 48 << 20);  // 16 MiB of ranges, twice while they grow
+  EXPECT_LT(honest_ms(), kInTimeMs);
+}
+
+TEST_P(HostileLinks, WhoSendsMoreThanItsCreditsIsOut) {
+  TransportOptions small;
+  small.credits.per_link_bytes = 64UL << 10;
+  serve(small);
+  RawPeer peer(address, {});
+  ASSERT_TRUE(peer.up());
+  ASSERT_TRUE(owner->next<Up>(kInTimeMs).has_value());
+  ::usleep(20'000);
+  const std::int64_t before = resident_bytes();
+  const std::vector<std::byte> message(kMaxMessageBytes);
+  int sent = 0;
+  while (sent < 64 && peer.send(peer.frame(FrameType::kMessage, message))) ++sent;
+  EXPECT_LT(resident_bytes() - before, 24 << 20);
+  const auto down = owner->next<Down>(kInTimeMs);
+  ASSERT_TRUE(down.has_value());
+  EXPECT_EQ(down->status.error().code, ErrorCode::kCorrupt) << message_of(down->status);
+  EXPECT_LE(owner->count<Message>(), 3U);  // the window, and a largest frame of grace
+  owner->seen.clear();
   EXPECT_LT(honest_ms(), kInTimeMs);
 }
 

@@ -30,7 +30,17 @@ struct End {
     OutboundOptions out;
     out.random_packet = std::move(random_packet);
     out.in_flight_bytes = 256UL * 1024;
+    out.may_send = [this](std::uint64_t credit, Priority priority) {
+      return window.fits(credit, priority == Priority::kStream);
+    };
+    out.on_sent = [this](std::uint64_t credit) { window.spend(credit); };
+    window.open({std::uint64_t{1} << 40, 0});
     InboundOptions in;
+    in.charge = [this](std::uint64_t credit) {
+      held += credit;
+      return Status{};
+    };
+    in.give_back = [this](std::uint64_t credit) { held -= credit; };
     in.random_packet = out.random_packet;
     in.grant = [this](GrantRef ref, std::int64_t now) -> Result<Grant> {
       const auto it = grants.find(ref.id);
@@ -75,6 +85,8 @@ struct End {
   std::map<std::uint64_t, Status> done;
   std::vector<Inbound::Delivery> deliveries;
   std::vector<GrantRef> fenced;
+  SendWindow window;       // what it may still send
+  std::uint64_t held = 0;  // credit of what it was sent and has not dropped
 };
 
 class Turns {

@@ -1,5 +1,6 @@
 // Two ends of an rdma link over a fake fabric that completes in any order and fails on command.
 #include "transport/rdma/peer.h"
+#include "transport/socket/frame.h"
 
 #include "pair_fixture.h"
 
@@ -339,6 +340,45 @@ TEST(Peer, ABrokenPeerIsRefused) {
     EXPECT_EQ(peer.on_control(encode(bad), w.now).error().code, ErrorCode::kCorrupt) << bad.index();
   WorkDone stray{0, QueuePairNumber{999'999}, WorkKind::kReceive, WorkStatus::kOk, 0};
   EXPECT_FALSE(*peer.on_work(w.b.nics[0].get(), stray, w.now));
+}
+
+// A message costs its bytes, a write its arrival; what will never be delivered is given back.
+TEST(Peer, NothingIsSentWithoutCreditAndBothSidesCountAlike) {
+  Wire w(12, 1);
+  ASSERT_TRUE(w.ready());
+  w.a.window = SendWindow();
+  w.a.window.open({1000, 0});
+  const Grant grant = w.b.grant({{0, kBytes}}, Rights::kReadWrite);
+  for (std::uint64_t op = 1; op <= 100; ++op)
+    w.a.peer->outbound().start(w.a.job(op, grant.ref, {{op, op, 3}}));
+  w.a.peer->outbound().send(Priority::kStream, std::vector<std::byte>(500));
+  w.a.peer->outbound().start(w.a.job(200, grant.ref, {{0, 0, 3}}, true));
+  ASSERT_TRUE(w.until([&] { return w.a.done.contains(200); }));  // reads ask for none
+  w.rounds(20'000);
+  EXPECT_EQ(w.arrivals(w.b), 1000 / kBeginCredit);
+  EXPECT_EQ(w.b.held, 1000 / kBeginCredit * kBeginCredit);
+  w.a.window.open({100 * kBeginCredit + text_credit(500), 0});
+  ASSERT_TRUE(w.until([&] { return w.b.deliveries.size() == 101; }));
+  EXPECT_EQ(w.b.held, 100 * kBeginCredit + text_credit(500));
+}
+
+TEST(Peer, TheLargestMessageFitsIntoAFrame) {
+  for (const std::size_t bytes : {kMaxMessageBytes, kMaxMessageBytes + 1}) {
+    FramePrefix prefix;
+    prefix.type = static_cast<std::uint8_t>(FrameType::kMessage);
+    prefix.body_bytes = static_cast<std::uint32_t>(
+        encode(Text{Priority::kStream, std::vector<std::byte>(bytes), 1}).size());
+    EXPECT_EQ(check_prefix(prefix, true, kTextHeadBytes).ok(), bytes == kMaxMessageBytes);
+  }
+}
+
+TEST(Peer, WritesThatFailHoldNoCredit) {
+  Wire w(13, 1);
+  ASSERT_TRUE(w.ready());
+  for (std::uint64_t op = 1; op <= 20; ++op)
+    w.a.peer->outbound().start(w.a.job(op, GrantRef{77, 7}, {{0, 0, 3}}));
+  ASSERT_TRUE(w.until([&] { return w.a.done.size() == 20 && w.b.held == 0; }));
+  for (const auto& [op, status] : w.a.done) EXPECT_EQ(status.error().code, ErrorCode::kStale);
 }
 
 TEST(Peer, WithoutReceivesASenderGetsAnErrorNotAWait) {
