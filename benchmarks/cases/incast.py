@@ -1,15 +1,18 @@
 """Eight senders at once to one receiver whose port is shaped by tbf, against one sender alone.
 
 Every process is on a host of its own (tests/support/netns.py: network namespaces on one switch).
-Lines for a switch whose queue holds the receiver's credits, and for one that does not, where the
-kernel's congestion control decides who gets what: goodput against one sender, Jain's index, and
-bytes under way against the credits. Nothing may be lost; packets that TCP sent again are named.
+Lines for credits that the switch's queue holds, small ones under each congestion control the kernel
+has (one that keeps less under way than the window, like bbr, is fair only where windows bind), and
+credits that the queue does not hold, where TCP decides who gets what: goodput against one sender,
+Jain's index, and bytes under way against the credits. Nothing may be lost; packets that TCP sent
+again are named.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from harness import ROOT, Context, Result, median
@@ -21,18 +24,22 @@ from support.incast import CONGESTION_CONTROL, SWITCH_QUEUE, WRITE, Incast, Outc
 
 SENDERS = 8
 RATE = 50e6  # bytes/s on the wire
-CREDITS = 4 << 20
+CREDITS, SMALL_CREDITS = 4 << 20, 1 << 20
 LEAST_FAIRNESS = 0.95
 SHALLOW_QUEUE = 1 << 20
+AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 
 
 def run(context: Context) -> Iterator[Result]:
-    """Three lines of each queue."""
+    """Three lines of each setting."""
     if why := netns.missing():
         raise SystemExit(f"incast needs root and network namespaces shaped by tbf: {why}")
-    queues = (SWITCH_QUEUE,) if context.quick else (SWITCH_QUEUE, SHALLOW_QUEUE)
-    for queue in queues:
-        incast = Incast(SENDERS, RATE, queue, CREDITS)
+    settings = [(SWITCH_QUEUE, CREDITS, CONGESTION_CONTROL)]
+    if not context.quick:
+        settings += [(SWITCH_QUEUE, SMALL_CREDITS, c) for c in AVAILABLE.read_text().split()]
+        settings += [(SHALLOW_QUEUE, c, CONGESTION_CONTROL) for c in (SMALL_CREDITS // 2, CREDITS)]
+    for queue, credit, congestion_control in settings:
+        incast = Incast(SENDERS, RATE, queue, credit, congestion_control)
         try:
             yield from lines(incast, context.rounds(5, 1), 1.5 if context.quick else 4.0)
         finally:
@@ -52,7 +59,7 @@ def lines(incast: Incast, rounds: int, seconds: float) -> Iterator[Result]:
         "senders": SENDERS,
         "queue_bytes": incast.queue_bytes,
         "credit_bytes": incast.credit_bytes,
-        "congestion_control": CONGESTION_CONTROL,
+        "congestion_control": incast.congestion_control,
         "dropped_packets": median([o.dropped for o in together]),
         "grown_kib": max(o.grown_bytes for o in together) >> 10,
     }
