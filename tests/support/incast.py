@@ -26,10 +26,13 @@ from support.netns import Network
 
 KEY = b"incast test key, 32 bytes in all"
 SLOT = 8 << 20  # of the receiver's region, for each sender
-WRITE = 128 << 10
-POSTED = 48  # writes of each sender
+WRITE = 64 << 10
+POSTED = 96  # writes of each sender
 MTU_SHARE = 1448 / 1514  # payload of a full packet
 SWITCH_QUEUE = 8 << 20  # more than the credits: then nothing is dropped
+# What a sender may have under way beyond its share of the credits: a write counts until all of it
+# has landed and the sender has looked, and no window is below 64 KiB.
+SLACK = WRITE + (64 << 10)
 CONGESTION_CONTROL = "reno"  # always there, and bound by the window; named, since hosts differ
 
 

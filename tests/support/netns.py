@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 
 NETMASK = 24
 TOOLS = ("ip", "tc")
+_numbers = itertools.count()
 _CLONE_NEWNET = 0x40000000
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
@@ -48,7 +50,7 @@ class Network:
     """
 
     def __init__(self, hosts: list[str], prefix: str = "10.77.0") -> None:
-        self.name = f"kvcore-{os.getpid()}"
+        self.name = f"kvcore-{os.getpid()}-{next(_numbers)}"
         self.address = {host: f"{prefix}.{i}" for i, host in enumerate(hosts, 1)}
         self._made: list[str] = []
         try:
@@ -88,6 +90,10 @@ class Network:
         _call("tc", "-n", f"{self.name}-switch", "qdisc", "replace", "dev", f"port-{host}"[:15],
               "root", "tbf", "rate", f"{int(bytes_per_s * 8)}bit", "burst", str(burst_bytes),
               "limit", str(queue_bytes))  # fmt: skip
+
+    def cut(self, host: str) -> None:
+        """Its cable is pulled at the switch: nothing comes through, and nobody is told."""
+        self._ip("switch", "link", "set", f"port-{host}"[:15], "nomaster")
 
     def dropped(self, host: str) -> int:
         """Packets that found the queue towards ``host`` full, since it was shaped."""
