@@ -41,6 +41,7 @@ CASES = {
     "link_shm": "scattered blocks of 64 and 256 KiB over shm, against memcpy of them",
     "stream_overlap": "KV arrived when prefill ends, and time exposed after, over shm and tcp",
     "wire_encode": "pages encoded on their way to k4 + v4: bytes sent, and prefill slowed by it",
+    "incast": "eight senders to one shaped port: goodput, fairness, bytes under way",
     "peer_death": "SIGKILL at each step of a hand-over: time until told, pages back, no stamp",
     "model_step": "a decode step and a cold first token of SmolLM2, against peers on one thread",
 }

@@ -177,7 +177,8 @@ void bind_link(py::module_& m) {
 std::unique_ptr<Transport> make(const std::string& key, const std::string& identity,
                                 const std::string& role, const std::string& model_digest,
                                 const std::string& layout_digest, double handshake_s,
-                                double keepalive_s, std::uint64_t pacing) {
+                                double keepalive_s, std::uint64_t pacing,
+                                std::uint64_t credit_bytes_per_link, std::uint64_t credit_bytes) {
   TransportOptions options;
   options.key = key;
   options.identity = identity;
@@ -187,6 +188,7 @@ std::unique_ptr<Transport> make(const std::string& key, const std::string& ident
   options.handshake_ns = static_cast<std::int64_t>(handshake_s * 1e9);
   options.keepalive_ns = static_cast<std::int64_t>(keepalive_s * 1e9);
   options.pacing_bytes_per_s = pacing;
+  options.credits = {credit_bytes_per_link, credit_bytes};
   return unwrap(make_transport(std::move(options)));
 }
 
@@ -225,7 +227,8 @@ void bind_transport(py::module_ m) {
   py::class_<Transport>(m, "Transport")
       .def(py::init(&make), py::arg("key"), py::arg("identity"), py::arg("role"),
            py::arg("model_digest"), py::arg("layout_digest"), py::arg("handshake_s"),
-           py::arg("keepalive_s"), py::arg("pacing_bytes_per_s"))
+           py::arg("keepalive_s"), py::arg("pacing_bytes_per_s"), py::arg("credit_bytes_per_link"),
+           py::arg("credit_bytes"))
       .def("register_region",
            [](Transport& t, std::uintptr_t address, std::uint64_t bytes, int memfd) {
              return static_cast<std::uint32_t>(

@@ -222,7 +222,9 @@ class Link {
 // the pace.
 struct Credits {
   std::uint64_t per_link_bytes = 8UL * 1024 * 1024;
-  std::uint64_t total_bytes = 64UL * 1024 * 1024;  // over all links, in equal shares
+  // Over all links, in equal shares: one that comes later gets its own as others give theirs back,
+  // and has 64 KiB at least.
+  std::uint64_t total_bytes = 64UL * 1024 * 1024;
 };
 
 // Of links with "rdma:" addresses.

@@ -334,6 +334,8 @@ class Transport:
     identity, role: at most 256 and 32 bytes told to peers. model_digest, layout_digest: 32 bytes or
     none, told to peers too; links between different models go down with Unsupported. keepalive_s:
     a peer silent this long is PeerHung (0 = never). pacing_bytes_per_s: first rate of each link.
+    credit_bytes_per_link, credit_bytes: what one peer, and all of them in equal shares, may have
+    under way towards here: payload that has not landed, messages and arrivals not polled.
     """
 
     def __init__(
@@ -347,6 +349,8 @@ class Transport:
         handshake_s: float = 2.0,
         keepalive_s: float = 2.0,
         pacing_bytes_per_s: int = 0,
+        credit_bytes_per_link: int = 8 << 20,
+        credit_bytes: int = 64 << 20,
     ) -> None:
         self._core = _core.transport.Transport(
             key,
@@ -357,6 +361,8 @@ class Transport:
             handshake_s,
             keepalive_s,
             pacing_bytes_per_s,
+            credit_bytes_per_link,
+            credit_bytes,
         )
         self._fenced: set[bytes] = set()
         # Peers reach registered memory whether or not its Region is still referenced here.

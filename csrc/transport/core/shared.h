@@ -116,6 +116,7 @@ struct Shared {
   EventQueue events;
   UniqueFd wake_fd;  // eventfd
   std::atomic<std::uint64_t> links_up{0};
+  std::uint64_t exposed_bytes = 0;  // I/O thread: what peers have, or may have, under way, in all
 
   mutable std::mutex mu;
   std::vector<Command> commands;
