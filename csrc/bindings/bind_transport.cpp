@@ -39,6 +39,18 @@ py::tuple outcome(const Status& status) {
                         status.error().message);
 }
 
+// One borrowed span: a read-only buffer that keeps the mapping.
+struct LentSpan {
+  std::span<const std::byte> bytes;
+  std::shared_ptr<const void> keep;
+};
+
+py::list spans_of(const Borrowed& borrowed) {
+  py::list out;
+  for (const auto& span : borrowed.spans) out.append(py::cast(LentSpan{span, borrowed.keep}));
+  return out;
+}
+
 struct ToTuple {
   py::tuple operator()(const Up& e) const {
     return py::make_tuple("up", raw_id(e.link), e.accepted);
@@ -58,6 +70,15 @@ struct ToTuple {
   }
   py::tuple operator()(const Fenced& e) const {
     return py::make_tuple("fenced", 0, to_bytes(e.grant));
+  }
+  py::tuple operator()(const Borrowed& e) const {
+    return py::make_tuple("borrowed", raw_id(e.link), static_cast<std::uint64_t>(e.op),
+                          outcome(e.status), static_cast<std::uint64_t>(e.lease), e.expires_ns,
+                          spans_of(e));
+  }
+  py::tuple operator()(const Returned& e) const {
+    return py::make_tuple("returned", raw_id(e.link), to_bytes(e.grant),
+                          static_cast<std::uint64_t>(e.lease), outcome(e.status));
   }
   py::tuple operator()(const Down& e) const {
     return py::make_tuple("down", raw_id(e.link), outcome(e.status));
@@ -168,6 +189,13 @@ void bind_link(py::module_& m) {
                  unwrap(l.read(RegionId{region}, segments_of(segments), to_grant(grant),
                                {deadline_ns, to_priority(priority)})));
            })
+      .def("borrow",
+           [](Link& l, const std::string& grant, const py::sequence& ranges,
+              std::int64_t deadline_ns) {
+             return static_cast<std::uint64_t>(
+                 unwrap(l.borrow(to_grant(grant), triples<Range>(ranges), deadline_ns)));
+           })
+      .def("give_back", [](Link& l, std::uint64_t lease) { l.give_back(LeaseId{lease}); })
       .def("cancel", [](Link& l, std::uint64_t op) { l.cancel(OpId{op}); })
       .def("set_pacing", &Link::set_pacing)
       .def("info", [](const Link& l) { return to_dict(l.info()); })
@@ -222,6 +250,10 @@ void bind_transport(py::module_ m) {
   m.def("rdma_missing", [] {  // why there can be no rdma link here; empty = there can
     const Status status = rdma::available();
     return status.ok() ? std::string() : status.error().message;
+  });
+  py::class_<LentSpan>(m, "LentSpan", py::buffer_protocol()).def_buffer([](LentSpan& s) {
+    return py::buffer_info(const_cast<std::byte*>(s.bytes.data()), 1, "B", 1, {s.bytes.size()}, {1},
+                           true);
   });
   bind_link(m);
   py::class_<Transport>(m, "Transport")

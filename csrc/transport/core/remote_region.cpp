@@ -1,4 +1,4 @@
-#include "transport/socket/remote_region.h"
+#include "transport/core/remote_region.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
