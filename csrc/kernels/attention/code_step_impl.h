@@ -39,8 +39,8 @@ struct WeightRows {
 };
 
 struct CodeRows {
-  QueryRows q[kMaxPieces];  // but for small_step_impl.h, which does all pages at once: the first
   WeightRows p;
+  QueryRows q[kMaxPieces];  // but for small_step_impl.h, which does all pages at once: the first
 };
 
 // --- queries -----------------------------------------------------------------------------------

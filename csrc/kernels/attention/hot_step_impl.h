@@ -133,6 +133,20 @@ template <int M>
   hot_masses<M>(u, step, row, maxima.base, mass, pages, g);
 }
 
+// The rows' probabilities as what bf16 V is multiplied with.
+template <int M>
+[[gnu::always_inline]] inline void keep_weights(const F (&p)[M][kStepVecs], Group& g) {
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+    for (int j = 0; j < kStepVecs; ++j) {
+      if constexpr (kBf16Pairs)
+        store_bf16(reinterpret_cast<char*>(g.p_pairs[m]) + 2 * j * kW, p[m][j]);
+      else
+        store(&g.p[m][j * kW], p[m][j]);
+    }
+}
+
 // Everything up to what the rows multiply V with: pairs or floats in g, or bytes in g.codes. Scores
 // and probabilities stay in registers: every store in between costs several times as much beside a
 // stream from memory as in the cache (measured; page scores cost half of what they did).
@@ -160,16 +174,23 @@ template <Format kFormat, bool VCodes, int M>
     }
     code_weights(scores, g.codes.p);
   } else {
-#pragma GCC unroll 6
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 16
-      for (int j = 0; j < kStepVecs; ++j) {
-        if constexpr (kBf16Pairs)
-          store_bf16(reinterpret_cast<char*>(g.p_pairs[m]) + 2 * j * kW, scores[m][j]);
-        else
-          store(&g.p[m][j * kW], scores[m][j]);
-      }
+    keep_weights(scores, g);
   }
+}
+
+// The tile of `count` tokens of bf16 V from the step's token `first` on, but for where V and the
+// sums lie.
+inline TileArgs bf16_values(const Group& g, int first, std::int64_t count, std::int32_t dv,
+                            const float* alpha) {
+  TileArgs t{};
+  t.a = kBf16Pairs ? static_cast<const void*>(g.p_pairs[0] + first / 2)
+                   : static_cast<const void*>(g.p[0] + first);
+  t.a_stride = kBf16Pairs ? kStepTokens * 2 : kStepTokens * 4;
+  t.k = count / 2;
+  t.b_stride = kDimBlock * 4;
+  t.c_stride = dv;
+  t.alpha = alpha;
+  return t;
 }
 
 template <Format kFormat, int M>
@@ -180,13 +201,7 @@ template <Format kFormat, int M>
   const Piece& p = step.pieces[0];
   float *o = u.scratch->segment.o + row * dv, *rotated = u.scratch->rotated + row * dv;
   if constexpr (kFormat == Format::kBf16) {
-    TileArgs t{};
-    t.a = kBf16Pairs ? static_cast<const void*>(g.p_pairs) : static_cast<const void*>(g.p);
-    t.a_stride = kBf16Pairs ? kStepTokens * 2 : kStepTokens * 4;
-    t.k = kStepTokens / 2;
-    t.b_stride = kDimBlock * 4;
-    t.c_stride = dv;
-    t.alpha = g.alpha;
+    TileArgs t = bf16_values(g, 0, kStepTokens, dv, g.alpha);
     for (std::int32_t d = 0; d < dv; d += static_cast<std::int32_t>(kDimBlock)) {
       t.b = p.v + kStepTokens * d * 2;
       t.c = o + d;
@@ -206,17 +221,14 @@ template <Format kFormat, int M>
     rescale(rotated, M, dv, g.alpha);
 }
 
-// What lies before the codes of each page, and their first line.
-inline void fetch_scales(const AttendUnit& u, const Step& step, Part part) {
-  const std::int32_t dim = part == Part::kK ? u.pages->head_dim_k : u.pages->head_dim_v;
-  for (int i = 0; i < step.num_pieces; ++i) {
-    const Piece& p = step.pieces[i];
-    const char* block = part == Part::kK ? p.k : p.v;
-    const Format format = part == Part::kK ? p.k_format : p.v_format;
-    const std::int64_t codes =
-        format < Format::kInt8 ? 0 : block_arrays(format, part, u.pages->page_size, dim).codes;
-    for (std::int64_t b = 0; b <= codes; b += 64) __builtin_prefetch(block + b);
-  }
+// What lies before the codes of a page, and their first line.
+[[gnu::always_inline]] inline void fetch_scales(const Piece& p, Part part, std::int64_t tokens,
+                                                std::int32_t dim) {
+  const char* block = part == Part::kK ? p.k : p.v;
+  const Format format = part == Part::kK ? p.k_format : p.v_format;
+  const std::int64_t codes =
+      format < Format::kInt8 ? 0 : block_arrays(format, part, tokens, dim).codes;
+  for (std::int64_t i = 0; i <= codes; i += 64) __builtin_prefetch(block + i);
 }
 
 // The M rows from `row` on. `next`, if any, is brought into L2 meanwhile where this step is codes:
@@ -248,8 +260,8 @@ void run_hot(const AttendUnit& u, const Step& step, const Step* next, bool first
   else
     weights.template operator()<Format::kInt8>(k_ahead);
   if (next != nullptr) {
-    if (step.k_codes) fetch_scales(u, *next, Part::kK);
-    if (step.v_codes) fetch_scales(u, *next, Part::kV);
+    if (step.k_codes) fetch_scales(next->pieces[0], Part::kK, kStepTokens, u.pages->head_dim_k);
+    if (step.v_codes) fetch_scales(next->pieces[0], Part::kV, kStepTokens, u.pages->head_dim_v);
   }
   if (p.v_format == Format::kBf16)
     hot_values<Format::kBf16, M>(u, step, row, 0, g);

@@ -41,7 +41,7 @@ struct Step {
   bool in_place;           // all pieces are read where they lie
   bool k_codes, v_codes;   // some piece's K or V is multiplied as integers
   bool hot;                // one page, in place, for hot_step_impl.h
-  bool small;              // whole small pages of the same codes, for small_step_impl.h
+  bool small;              // whole small pages of the same formats, for small_step_impl.h
 };
 
 inline std::int64_t bytes_of(Format f) { return f == Format::kF32 ? 4 : 2; }
@@ -120,15 +120,13 @@ inline bool same_formats(const HeadBlock& a, const HeadBlock& b) {
 
 inline bool is_small(const AttendUnit& u, const Step& step) {
   const std::int64_t page = u.pages->page_size;
-  if (page >= kStepTokens || step.num_pieces * page != kStepTokens ||
-      u.pages->head_dim_v % kDimBlock != 0)
+  const HeadBlock& head = *step.pieces[0].head;
+  if (page >= kStepTokens || step.num_pieces * page != kStepTokens || !step.in_place ||
+      u.pages->head_dim_v % kDimBlock != 0 || head.k_format < Format::kBf16 ||
+      head.v_format < Format::kBf16)
     return false;
-  for (int i = 0; i < step.num_pieces; ++i) {
-    const Piece& p = step.pieces[i];
-    if (p.k_way != Way::kCodes || p.v_way != Way::kCodes ||
-        !same_formats(*p.head, *step.pieces[0].head))
-      return false;
-  }
+  for (int i = 1; i < step.num_pieces; ++i)
+    if (!same_formats(*step.pieces[i].head, head)) return false;
   return true;
 }
 
@@ -184,6 +182,15 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
   step.small = is_small(u, step);
 }
 
+// `p` of the next KV head, whose formats are equal.
+inline void next_head(const Piece& p, Piece& to) {
+  const HeadBlock &head = p.head[0], &next = p.head[1];
+  to = p;
+  to.head = &next;
+  to.k += next.k_offset_bytes - head.k_offset_bytes;
+  to.v += next.v_offset_bytes - head.v_offset_bytes;
+}
+
 // The same tokens of the next KV head, where these are whole pages in place and the formats are
 // equal.
 inline bool locate_next_head(const AttendUnit& u, const Step& from, Step& to) {
@@ -201,14 +208,8 @@ inline bool locate_next_head(const AttendUnit& u, const Step& from, Step& to) {
   to.v_codes = from.v_codes;
   to.hot = from.hot;
   to.small = from.small;
-  for (int i = 0; i < from.num_pieces; ++i) {
-    const HeadBlock &head = from.pieces[i].head[0], &next = from.pieces[i].head[1];
-    Piece& p = to.pieces[i];
-    p = from.pieces[i];
-    p.head = &next;
-    p.k += next.k_offset_bytes - head.k_offset_bytes;
-    p.v += next.v_offset_bytes - head.v_offset_bytes;
-  }
+  next_head(from.pieces[0], to.pieces[0]);
+  for (int i = 1; i < from.num_pieces; ++i) next_head(from.pieces[i], to.pieces[i]);
   return true;
 }
 
