@@ -61,6 +61,10 @@ def parse() -> argparse.Namespace:
         "--shape", action="append", default=[], metavar="Q/KVxDIM:AxB",
         help="heads, then batch x context (decode) or chunk x context (prefill); may be repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--page", action="append", type=int, default=[], choices=(16, 32, 64, 128),
+        help="decode_format: tokens of a page; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--threads", action="append", type=int, default=[], help="may be repeated")
     parser.add_argument(
         "--path", choices=("kernel", "simulate"), default="kernel",
@@ -96,6 +100,7 @@ def results(args: argparse.Namespace) -> Iterator[Result]:
         tuple(args.shape),
         tuple(args.threads),
         args.path,
+        tuple(args.page),
     )
     for name in args.case or CASES:
         run: Callable[[Context], Iterator[Result]] = importlib.import_module(f"cases.{name}").run
