@@ -90,6 +90,8 @@ std::vector<T> triples(const py::sequence& list) {
   std::vector<T> out;
   for (const py::handle item : list) {
     const auto t = item.cast<py::tuple>();
+    constexpr std::size_t kColumns = std::is_same_v<T, Segment> ? 3 : 2;
+    if (t.size() != kColumns) throw py::value_error("a row has another number of columns");
     if constexpr (std::is_same_v<T, Segment>)
       out.push_back(
           {t[0].cast<std::uint64_t>(), t[1].cast<std::uint64_t>(), t[2].cast<std::uint64_t>()});

@@ -215,6 +215,8 @@ class Endpoint(_core.stream.Endpoint):
     ) -> None:
         if checksums not in _CHECKSUMS:
             raise InvalidArgument(f"checksums='{checksums}' is unknown: allowed off, sampled, all")
+        if isinstance(listen, str):
+            raise InvalidArgument(f"listen={listen!r} must be a list of addresses")
         super().__init__(
             pool,
             list(listen),

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "base/xxh3.h"
+#include "transport/core/channel.h"
 #include "transport/socket/outbox.h"
 
 namespace kvcore::transport {
@@ -35,6 +36,7 @@ struct Lane {
   State state = State::kNone;
   UniqueFd fd{};
   std::optional<AuthSession> auth{};
+  std::optional<Dial> dial{};  // while it has not joined yet
   std::uint32_t interest = 0;
   bool hung_up = false;  // the peer closed its side: read on to the end, whatever the limits
   bool bye_sent = false, bye_received = false;

@@ -330,3 +330,27 @@ def test_layers_are_not_told_unasked(pair: Pair) -> None:
     publish_all(sender)
     sender.commit()
     assert [e[0] for e in wait(pair.decode)] == ["complete"]
+
+
+def test_pages_belong_to_one_hand_over(pair: Pair) -> None:
+    """Two that fill the same pages would both be told that these are theirs."""
+    to, _ = alloc(pair.b, 48)
+    grant = pair.decode.grant(os.urandom(16), to, 48)
+    other, _ = alloc(pair.b, 16)
+    for pages in ([to[1]], [*other, to[0]], [other[0], other[0]]):
+        held = pair.b.stats().io_pages
+        with pytest.raises(InvalidArgument, match="one page, one hand-over"):
+            pair.decode.grant(os.urandom(16), pages, 16 * len(pages))
+        assert pair.b.stats().io_pages == held
+    pages, _ = alloc(pair.a, 48)
+    sender = pair.prefill.open(grant, pages)
+    publish_all(sender)
+    sender.commit(b"")
+    wait(pair.decode)
+    for again in (to, other):  # once it has ended they may be granted again
+        assert pair.decode.grant(os.urandom(16), again, 16 * len(again))
+
+
+def test_addresses_are_a_list() -> None:
+    with pytest.raises(InvalidArgument, match="listen='tcp:127.0.0.1:0'"):
+        stream.Endpoint(make_pool(), "tcp:127.0.0.1:0")
