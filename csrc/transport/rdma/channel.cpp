@@ -15,7 +15,7 @@
 namespace kvcore::transport::rdma {
 namespace {
 
-constexpr std::string_view kLabel = "kvcore-rdma-2";
+constexpr std::string_view kLabel = "kvcore-rdma-3";
 constexpr std::int64_t kFlushNs = 100'000'000;       // of close()
 constexpr std::size_t kReadBytes = 64UL * 1024;      // of one recv
 constexpr std::size_t kOutboxBytes = 1024UL * 1024;  // built ahead of the socket

@@ -50,7 +50,10 @@ void Inbound::on(const Broken& m, std::int64_t) {
 void Inbound::kill_rail(std::uint32_t index, bool tell) {
   Rail& rail = rails_[index];
   if (rail.pair == nullptr) return;
-  for (auto& [id, exposed] : exposed_) exposed.rails[index] = {};
+  for (auto& [id, exposed] : exposed_) {
+    exposed.rails[index] = {};
+    exposed.undrained &= ~(1U << index);
+  }
   rail.pair.reset();
   rail.queue.abandon();
   rail.pending.clear();
@@ -220,6 +223,7 @@ void Inbound::begin_revoke(std::uint64_t id, std::int64_t now) {
   control_.push_back(Unmapped{exposed.grant.ref});
   for (std::uint32_t r = 0; r < rails_.size(); ++r) {
     OnRail& on_rail = exposed.rails[r];
+    if (!on_rail.ranges.empty()) exposed.undrained |= 1U << r;
     on_rail.invalidating = on_rail.ranges.size();
     for (std::size_t i = 0; i < on_rail.ranges.size(); ++i)
       rails_[r].pending.push_back({WorkKind::kInvalidate, id, i});
@@ -227,11 +231,18 @@ void Inbound::begin_revoke(std::uint64_t id, std::int64_t now) {
   for (std::uint32_t r = 0; r < rails_.size(); ++r) post_pending(r);
 }
 
-// A grant is fenced when no rail has a window of it any more.
+void Inbound::on(const Drained& m) {
+  const auto it = exposed_.find(m.grant.id);
+  if (it == exposed_.end() || it->second.grant.ref != m.grant || !it->second.revoked) return;
+  it->second.undrained = 0;
+  end_revokes();
+}
+
+// A grant is fenced when no rail has a window of it, or a packet for one, any more.
 void Inbound::end_revokes() {
   std::erase_if(exposed_, [&](const auto& entry) {
     const Exposed& exposed = entry.second;
-    if (!exposed.revoked) return false;
+    if (!exposed.revoked || exposed.undrained != 0) return false;
     for (const OnRail& r : exposed.rails)
       if (!r.ranges.empty()) return false;
     if (exposed.report) fenced_.push_back(exposed.grant.ref);
@@ -330,7 +341,7 @@ void Inbound::step(std::int64_t now) {
       expired.push_back(id);
     if (!exposed.revoked || now < exposed.fence_until) continue;
     for (std::uint32_t r = 0; r < rails_.size(); ++r)
-      if (!exposed.rails[r].ranges.empty()) late.push_back(r);
+      if (!exposed.rails[r].ranges.empty() || (exposed.undrained & 1U << r) != 0) late.push_back(r);
   }
   for (const std::uint64_t id : expired) begin_revoke(id, now);
   for (const std::uint32_t r : late) kill_rail(r, true);

@@ -2,9 +2,13 @@
 //
 // A grant opens nothing by itself. When the peer asks for it on a rail, each granted range gets a
 // type 2B memory window bound to that rail's queue pair, with the grant's rights only. Revocation
-// invalidates the windows (LOCAL_INV) and is over when the completions say so; when they do not
-// within kFenceNs, or the queue pair is in error, it is destroyed: that fences too. Until then the
-// grant's memory is in quarantine: `fenced` has not named it.
+// invalidates the windows (LOCAL_INV) and is over when the completions say so AND the peer has said
+// that nothing of its own is on its way to them (kDrained): a device may still be placing a packet
+// whose key it checked before the invalidation. Soft-RoCE does (rxe_resp.c: check_rkey looks the
+// window up without its lock, write_data_in copies later; rxe_invalidate_mw waits for neither).
+// When either does not come within kFenceNs, or the queue pair is in error, it is destroyed: that
+// waits for the device and needs no peer. Until then the grant's memory is in quarantine: `fenced`
+// has not named it.
 //
 // Order        A write has its place by kBegin; it is announced when its immediates are all there,
 //              its grant still lives, and what came before it in its class is over.
@@ -27,7 +31,8 @@
 
 namespace kvcore::transport::rdma {
 
-inline constexpr std::int64_t kFenceNs = 50'000'000;
+// More than a sender's kDrainGraceNs and a round trip.
+inline constexpr std::int64_t kFenceNs = 200'000'000;
 
 struct InboundOptions {
   PathSettings path;
@@ -62,6 +67,7 @@ class Inbound {
   Status on(const Offer& m, std::int64_t now);
   void on(const Broken& m, std::int64_t now);
   Status on(const Map& m, std::int64_t now);
+  void on(const Drained& m);
   Status on(const Begin& m, std::int64_t now);
   Status on(const Posted& m, std::int64_t now);
   void on(const Abort& m, std::int64_t now);
@@ -120,7 +126,8 @@ class Inbound {
     Grant grant{};
     std::vector<OnRail> rails{};
     bool revoked = false;
-    bool report = false;  // take_fenced must name it
+    bool report = false;          // take_fenced must name it
+    std::uint32_t undrained = 0;  // rails on which packets of the peer may still be placed
     std::int64_t fence_until = 0;
   };
   struct Write {

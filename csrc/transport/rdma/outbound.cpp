@@ -158,6 +158,20 @@ void Outbound::on(const Unmapped& m, std::int64_t now) {
     if (op.job.grant == m.grant && !op.plan.chunks.empty() && !op.ending) ids.push_back(id);
   const Error stale{ErrorCode::kStale, "the grant was revoked"};
   for (const std::uint64_t id : ids) stop(find(id), stale, true, now);
+  if (in_queues_.contains(m.grant.id))
+    draining_.insert_or_assign(m.grant.id, m.grant);
+  else
+    urgent_.push_back(Drained{m.grant});
+}
+
+// The last chunk of a grant that the owner took back was acknowledged, or its rail was broken, of
+// which the owner is told before.
+void Outbound::left_queue(const GrantRef& grant) {
+  const auto it = in_queues_.find(grant.id);
+  if (--it->second > 0) return;
+  in_queues_.erase(it);
+  const auto waited_for = draining_.extract(grant.id);
+  if (waited_for) urgent_.push_back(Drained{waited_for.mapped()});
 }
 
 void Outbound::on(const Verdict& m, std::int64_t now) {
@@ -212,6 +226,7 @@ void Outbound::retire(std::uint32_t index, std::uint64_t id) {
     if (sent.op == 0) continue;
     Op* op = find(sent.op);
     --op->outstanding;
+    left_queue(op->job.grant);
     settle(op);
   }
 }
@@ -314,6 +329,7 @@ bool Outbound::post_chunk(Op* op, const Chunk& chunk, std::int64_t now) {
   rail.in_flight += chunk.bytes;
   rail.bytes_posted += chunk.bytes;
   ++op->outstanding;
+  ++in_queues_[op->job.grant.id];
   ++op->next_chunk;
   options_.on_posted(chunk.bytes);
   return true;

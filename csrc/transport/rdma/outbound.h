@@ -85,7 +85,7 @@ class Outbound {
   void on(const Refuse& m, std::int64_t now);
   void on(const Broken& m, std::int64_t now);
   Status on(const Mapped& m, std::int64_t now);
-  void on(const Unmapped& m, std::int64_t now);
+  void on(const Unmapped& m, std::int64_t now);  // kDrained follows
   void on(const Verdict& m, std::int64_t now);
 
   bool owns(std::uint32_t rail, QueuePairNumber number) const;
@@ -169,6 +169,7 @@ class Outbound {
   void settle(Op* op);
   void finish(std::uint64_t op, Status status);
   void drop_map(std::uint64_t grant);
+  void left_queue(const GrantRef& grant);
   bool afford(std::uint64_t credit, std::size_t priority);
   Op* find(std::uint64_t op);
 
@@ -178,8 +179,10 @@ class Outbound {
   std::deque<Item> waiting_[kNumPriorities];
   std::deque<std::uint64_t> active_[kNumPriorities];  // announced, not yet posted whole
   std::set<std::uint64_t> ending_;
-  std::set<std::uint64_t> sends_;                     // whose verdict is waited for
-  std::unordered_map<std::uint64_t, GrantMap> maps_;  // by GrantRef::id
+  std::set<std::uint64_t> sends_;                             // whose verdict is waited for
+  std::unordered_map<std::uint64_t, GrantMap> maps_;          // by GrantRef::id
+  std::unordered_map<std::uint64_t, std::size_t> in_queues_;  // chunks, by GrantRef::id
+  std::unordered_map<std::uint64_t, GrantRef> draining_;      // the owner waits, by GrantRef::id
   std::vector<std::uint32_t> free_slots_;
   std::vector<std::uint32_t> attempts_;  // by slot
   std::vector<std::uint64_t> again_;     // to be posted from their beginning

@@ -34,11 +34,21 @@ Result<std::unique_ptr<Nic>> FakeFabric::open(const NicRequest& request) {
 }
 
 bool FakeFabric::step() {
-  std::vector<FakePair*> able;
-  for (auto& [number, pair] : pairs)
-    if (!pair->queue_.empty() && !stalled.contains(pair->nic_->info().name)) able.push_back(pair);
-  if (able.empty()) return false;
-  execute(able[draw(able.size())]);
+  std::vector<std::pair<FakePair*, bool>> able;  // true: a packet that was let in is placed
+  for (auto& [number, pair] : pairs) {
+    if (pair->placing_ && draw(16) == 0) able.emplace_back(pair, true);  // late
+    if (!pair->queue_.empty() && !pair->waits_ && !stalled.contains(pair->nic_->info().name))
+      able.emplace_back(pair, false);
+  }
+  if (able.empty())
+    return std::ranges::any_of(pairs, [](const auto& p) { return p.second->placing_.has_value(); });
+  const auto [pair, placing] = able[draw(able.size())];
+  if (!placing) {
+    execute(pair);
+    return true;
+  }
+  const FakePair::Packet packet = *std::exchange(pair->placing_, std::nullopt);
+  end(packet.sender, packet.work, place(pair, packet.work));
   return true;
 }
 
@@ -46,15 +56,26 @@ void FakeFabric::execute(FakePair* pair) {
   const FakeWork work = std::move(pair->queue_.front());
   pair->queue_.pop_front();
   ++executions_;
-  WorkStatus status = WorkStatus::kOk;
+  const auto sender = static_cast<std::uint32_t>(pair->local_.number);
   if (executions_ == fail_at_) {
-    status = fail_status_;
     if (fail_executed_) (void)carry_out(pair, work);
-  } else if (dead.contains(pair->nic_->info().name)) {
-    status = WorkStatus::kRetry;
-  } else {
-    status = carry_out(pair, work);
+    return end(sender, work, fail_status_);
   }
+  if (dead.contains(pair->nic_->info().name)) return end(sender, work, WorkStatus::kRetry);
+  const bool write = !work.pieces.empty() && work.work.kind != WorkKind::kRead;
+  FakePair* owner = nullptr;
+  if (!places_late || !write) return end(sender, work, carry_out(pair, work));
+  const WorkStatus status = admit(pair, work, &owner);
+  if (status != WorkStatus::kOk) return end(sender, work, status);
+  owner->placing_ = {sender, work};
+  pair->waits_ = true;
+}
+
+void FakeFabric::end(std::uint32_t sender, const FakeWork& work, WorkStatus status) {
+  const auto it = pairs.find(sender);
+  if (it == pairs.end()) return;  // destroyed while its packet was under way
+  FakePair* pair = it->second;
+  pair->waits_ = false;
   if (status != WorkStatus::kOk || work.work.signalled)
     pair->send_done_.push_back({work.work.id, pair->local_.number, work.work.kind, status, 0});
   if (status != WorkStatus::kOk) pair->flush();
@@ -81,11 +102,19 @@ WorkStatus FakeFabric::carry_out(FakePair* pair, const FakeWork& work) {
     pair->windows_.erase(it);
     return WorkStatus::kOk;
   }
+  FakePair* owner = nullptr;
+  const WorkStatus status = admit(pair, work, &owner);
+  return status == WorkStatus::kOk ? place(owner, work) : status;
+}
+
+// May these bytes move? What the sender's and the owner's device look at before they do.
+WorkStatus FakeFabric::admit(FakePair* pair, const FakeWork& work, FakePair** owner) {
+  const Work& w = work.work;
   const auto peer = pairs.find(static_cast<std::uint32_t>(pair->remote_.number));
   if (peer == pairs.end() || peer->second->error_ || !peer->second->ready_ ||
       peer->second->remote_.number != pair->local_.number)
     return WorkStatus::kRetry;
-  FakePair* owner = peer->second;
+  *owner = peer->second;
   std::uint64_t total = 0;
   for (const LocalPiece& p : work.pieces) {
     total += p.bytes;
@@ -95,18 +124,24 @@ WorkStatus FakeFabric::carry_out(FakePair* pair, const FakeWork& work) {
       return WorkStatus::kLocal;
   }
   if (total == 0 && w.kind == WorkKind::kWrite) return WorkStatus::kOk;
-  const auto it = owner->windows_.find(w.remote_key);
+  const auto it = (*owner)->windows_.find(w.remote_key);
   const bool is_read = w.kind == WorkKind::kRead;
-  if (it == owner->windows_.end() || w.remote_address < it->second->address ||
+  if (it == (*owner)->windows_.end() || w.remote_address < it->second->address ||
       w.remote_address + total > it->second->address + it->second->bytes ||
       !(is_read ? it->second->read : it->second->write)) {
-    owner->error_ = true;
+    (*owner)->error_ = true;
     return WorkStatus::kRemoteAccess;
   }
+  return WorkStatus::kOk;
+}
+
+WorkStatus FakeFabric::place(FakePair* owner, const FakeWork& work) {
+  const Work& w = work.work;
   if (w.kind == WorkKind::kWriteImmediate) {
     if (owner->nic_->receives == 0) return WorkStatus::kReceiverNotReady;
     --owner->nic_->receives;
   }
+  const bool is_read = w.kind == WorkKind::kRead;
   std::byte* remote = at(w.remote_address);
   for (const LocalPiece& p : work.pieces) {
     std::byte* local = at(p.address);

@@ -7,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <optional>
 #include <random>
 #include <set>
 
@@ -24,7 +25,7 @@ class FakeFabric final : public Verbs {
 
   Result<std::unique_ptr<Nic>> open(const NicRequest& request) override;
 
-  // Executes one piece of work of a random queue pair. False: there is none.
+  // Executes one piece of work of a random queue pair, or waits for one. False: there is none.
   bool step();
   std::uint64_t draw(std::uint64_t below) { return random_() % below; }
 
@@ -41,6 +42,9 @@ class FakeFabric final : public Verbs {
   std::set<std::string> stalled;
   // Every piece of work of these fails with kRetry.
   std::set<std::string> dead;
+  // As Soft-RoCE: a write's window is looked up in one step and its bytes are placed in a later
+  // one; an invalidation between the two does not wait. The destruction of the owner's pair does.
+  bool places_late = false;
   // Called for each local and remote byte range that is touched.
   std::function<void(const std::byte*, std::size_t, bool written)> on_touch;
 
@@ -53,7 +57,10 @@ class FakeFabric final : public Verbs {
 
  private:
   void execute(FakePair* pair);
-  WorkStatus carry_out(FakePair* pair, const struct FakeWork& work);
+  void end(std::uint32_t sender, const struct FakeWork& work, WorkStatus status);
+  WorkStatus carry_out(FakePair* pair, const FakeWork& work);
+  WorkStatus admit(FakePair* pair, const FakeWork& work, FakePair** owner);
+  WorkStatus place(FakePair* owner, const FakeWork& work);
 
   std::mt19937_64 random_;
   int executions_ = 0, fail_at_ = -1, posts_ = 0, fail_post_at_ = -1, fail_connects_ = 0;
@@ -93,6 +100,12 @@ class FakePair final : public QueuePair {
   std::deque<FakeWork> queue_;
   std::deque<WorkDone> send_done_, receive_done_;
   std::map<std::uint32_t, FakeWindow*> windows_;  // by key
+  struct Packet {
+    std::uint32_t sender;
+    FakeWork work;
+  };
+  std::optional<Packet> placing_;  // let in, not in memory yet
+  bool waits_ = false;             // its own packet is being placed
 };
 
 class FakeNic final : public Nic {

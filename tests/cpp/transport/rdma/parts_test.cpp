@@ -373,6 +373,7 @@ std::vector<Control> samples() {
           mapped,
           refused,
           Unmapped{{1, 2}},
+          Drained{{3, 4}},
           Begin{9, 10, Priority::kPrefetch, {1, 2}, 11, 12},
           Posted{9, 10, 3},
           Verdict{9, {}},

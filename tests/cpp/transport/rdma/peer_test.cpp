@@ -119,6 +119,7 @@ TEST_P(Seeds, AfterTheFenceNoByteLands) {
   w.a.peer->outbound().start(w.a.job(5, other.ref, {{1, 900'000, 50'000}}));
   w.a.peer->outbound().start(w.a.job(6, grant.ref, {{800'000, 100, 10'000}}, true));
   if (GetParam() % 3 == 0) w.fabric.stalled = {"b0"};  // no LOCAL_INV is carried out
+  w.fabric.places_late = GetParam() % 2 == 0;
   w.rounds(static_cast<int>(w.fabric.draw(400)));
   w.b.grants.erase(grant.ref.id);
   if (!w.b.peer->inbound().revoke(grant.ref, w.now)) {
