@@ -38,6 +38,9 @@ struct Port {
 // Every port below <root>/class/infiniband, sorted by name; none when there is no such folder.
 std::vector<Port> list_ports(const std::filesystem::path& root = "/sys");
 
+// Cheap: without the tables of GIDs.
+bool any_active_port(const std::filesystem::path& root = "/sys");
+
 // Why an entry cannot be used to reach `peer`; empty = it can.
 std::string unusable(const GidEntry& entry, const Gid& peer);
 

@@ -56,8 +56,7 @@ class RdmaScheme final : public Scheme {
 Status available() {
   KVCORE_ASSIGN_OR_RETURN(Verbs * verbs, system_verbs());
   (void)verbs;
-  for (const Port& port : list_ports())
-    if (port.active) return {};
+  if (any_active_port()) return {};
   return Error{ErrorCode::kNotFound, "rdma: this machine has no active RDMA port"};
 }
 
