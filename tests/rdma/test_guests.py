@@ -6,12 +6,14 @@ where they lie.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import sys
 from pathlib import Path
 
+import kvcore
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +23,7 @@ from vm import Death, Guest, run  # noqa: E402
 
 BUILD = (ROOT / os.environ.get("KVCORE_BUILD", "build/release")).resolve()
 PROGRAMS = BUILD / "tests/cpp/transport"
+CLUSTER = Path(__file__).with_name("cluster.py")
 ROUNDS = 4
 ROUND_BYTES = 4 << 20
 MTU_BYTES = 4096
@@ -111,3 +114,20 @@ def test_a_dead_host_is_reported(share: Path) -> None:
     owner, writer = pair(share, rounds=100_000, death=Death(guest=1, after_s=25))
     assert owner.code == 3, owner.output + writer.output
     assert "DOWN" in owner.output
+
+
+def test_router_prefill_and_decode_on_two_hosts(share: Path) -> None:
+    """The real router, wire, stream and pages; a stand-in model whose pages are stamps."""
+    python = f"PYTHONPATH={Path(kvcore.__file__).parents[1]} {sys.executable} {CLUSTER}"
+    count = f"code=$?; {PACKETS} > /share/packets; exit $code"
+    serve, prefill = run(
+        [f"{python} serve rdma:10.77.0.1:0 /share 12", f"{python} prefill /share; {count}"],
+        share=share,
+        timeout_s=400,
+        memory_mib=2048,
+    )
+    assert serve.code == 0 and prefill.code == 0, serve.output + prefill.output
+    told = json.loads((share / "result.json").read_text())
+    assert told["right"] == told["requests"] == 12 and told["wrong_slices"] == 0, told
+    assert told["transports"] == ["rdma"] and told["retries"] == 0, told
+    assert int((share / "packets").read_text()) * MTU_BYTES >= told["kv_bytes"] > 0, told

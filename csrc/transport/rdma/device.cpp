@@ -42,6 +42,13 @@ std::optional<int> number_in(const std::string& name) {
   return value;
 }
 
+// "100 Gb/sec (4X EDR)" -> 100.
+double leading_number(const std::string& line) {
+  double value = 0;
+  std::from_chars(line.data(), line.data() + line.size(), value);
+  return value;
+}
+
 // A dummy or tunnel device has operstate "unknown"; the flag IFF_UP decides for those.
 bool is_up(const fs::path& root, const std::string& netdev) {
   const fs::path folder = root / "class/net" / netdev;
@@ -105,7 +112,8 @@ std::vector<Port> list_ports(const fs::path& root) {
       const fs::path folder = devices / device / "ports" / name;
       ports.push_back({device, static_cast<std::uint8_t>(*number),
                        first_line(folder / "state").starts_with("4:"),
-                       first_line(folder / "link_layer") == "Ethernet", read_gids(root, folder)});
+                       first_line(folder / "link_layer") == "Ethernet", read_gids(root, folder),
+                       leading_number(first_line(folder / "rate"))});
     }
   }
   return ports;

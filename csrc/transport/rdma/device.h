@@ -33,6 +33,7 @@ struct Port {
   bool active;
   bool ethernet;               // RoCE; else InfiniBand, where GID 0 of an active port does
   std::vector<GidEntry> gids;  // of the table's filled entries
+  double rate_gbps = 0;        // of the line; 0 = it does not say
 };
 
 // Every port below <root>/class/infiniband, sorted by name; none when there is no such folder.

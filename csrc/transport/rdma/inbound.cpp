@@ -30,7 +30,8 @@ Status Inbound::on(const Offer& m, std::int64_t now) {
   if (m.epoch <= rail.epoch) return broken_peer(text("rail ", m.rail, " offered twice"));
   kill_rail(m.rail, false);
   rail.epoch = m.epoch;
-  auto pair = rail.nic->make_queue_pair(options_.random_packet());
+  KVCORE_ASSIGN_OR_RETURN(const std::uint32_t packet, options_.random_packet());
+  auto pair = rail.nic->make_queue_pair(packet);
   if (!pair || !(*pair)->connect(m.sender, options_.path)) {
     control_.push_back(Refuse{m.rail, m.epoch});
     return {};
@@ -89,9 +90,16 @@ Status Inbound::on(const Map& m, std::int64_t now) {
     return refuse({ErrorCode::kStale, "the grant is revoked or of another generation"});
   OnRail& on_rail = exposed.rails[m.rail];
   if (on_rail.ranges.empty()) {
-    if (const Status s = expose(&exposed, m.rail); !s) {
+    const auto registered = expose(&exposed, m.rail);
+    if (!registered) {
       on_rail = {};
-      return refuse(s.error());
+      return refuse(registered.error());
+    }
+    if (!*registered) {
+      std::erase_if(unregistered_,
+                    [&](const Map& w) { return w.grant == m.grant && w.rail == m.rail; });
+      unregistered_.push_back(m);
+      return {};
     }
   }
   on_rail.questions.push_back(m.question);
@@ -110,10 +118,12 @@ Status Inbound::open_grant(const Map& m, std::int64_t now) {
   return {};
 }
 
-Status Inbound::expose(Exposed* exposed, std::uint32_t index) {
+// False: the region is not registered yet.
+Result<bool> Inbound::expose(Exposed* exposed, std::uint32_t index) {
   Rail& rail = rails_[index];
   const Grant& grant = exposed->grant;
   KVCORE_ASSIGN_OR_RETURN(const RegisteredMemory* memory, options_.memory(grant.region, index));
+  if (memory == nullptr) return false;
   const auto base = reinterpret_cast<std::uint64_t>(options_.base(grant.region));
   OnRail& on_rail = exposed->rails[index];
   for (const Range& r : grant.ranges) {
@@ -124,7 +134,7 @@ Status Inbound::expose(Exposed* exposed, std::uint32_t index) {
   for (std::size_t i = 0; i < on_rail.ranges.size(); ++i)
     rail.pending.push_back({WorkKind::kBind, grant.ref.id, i});
   on_rail.binding = on_rail.ranges.size();
-  return {};
+  return true;
 }
 
 void Inbound::answer(Exposed* exposed, std::uint32_t index) {
@@ -333,7 +343,9 @@ void Inbound::announce(Write* write, std::int64_t now) {
 
 // ---- time
 
-void Inbound::step(std::int64_t now) {
+Status Inbound::step(std::int64_t now) {
+  for (const Map& waiting : std::exchange(unregistered_, {}))
+    KVCORE_RETURN_IF_ERROR(on(waiting, now));
   std::vector<std::uint64_t> expired;
   std::vector<std::uint32_t> late;
   for (auto& [id, exposed] : exposed_) {
@@ -348,6 +360,7 @@ void Inbound::step(std::int64_t now) {
   for (std::uint32_t r = 0; r < rails_.size(); ++r) post_pending(r);
   end_revokes();
   deliver(now);
+  return {};
 }
 
 std::int64_t Inbound::next_timer_ns() const {

@@ -36,14 +36,16 @@ inline constexpr std::int64_t kFenceNs = 200'000'000;
 
 struct InboundOptions {
   PathSettings path;
-  std::function<std::uint32_t()> random_packet;  // 24 bits, unguessable
+  // 24 bits, unguessable. Without them the link fails.
+  std::function<Result<std::uint32_t>()> random_packet;
   // The live grant behind a reference: Stale.
   std::function<Result<Grant>(GrantRef, std::int64_t now)> grant;
   // The grant is about to be looked up and opened; then that nothing of it is open any more. Once
   // each in turn, so that whoever revokes knows whether it must wait (from any thread).
   std::function<void(GrantRef)> exposing = [](GrantRef) {};
   std::function<void(GrantRef)> concealed = [](GrantRef) {};
-  // The registration of a region on a rail, and where the region begins.
+  // The registration of a region on a rail (null: not yet, step() asks again), and where the region
+  // begins.
   std::function<Result<const RegisteredMemory*>(RegionId, std::uint32_t rail)> memory;
   std::function<std::byte*(RegionId)> base;
   // Credits (control.h): what the peer's words hold. Corrupt: more than it may.
@@ -81,7 +83,7 @@ class Inbound {
   // later. The grant must be unknown to options.grant from before this call.
   bool revoke(GrantRef grant, std::int64_t now);
 
-  void step(std::int64_t now);         // posts, time limits, expiry
+  Status step(std::int64_t now);       // posts, time limits, expiry
   std::int64_t next_timer_ns() const;  // INT64_MAX = none
   std::optional<Control> next_control();
   std::vector<Delivery> take_deliveries() { return std::exchange(deliveries_, {}); }
@@ -141,7 +143,7 @@ class Inbound {
     std::vector<std::byte> message{};
   };
 
-  Status expose(Exposed* exposed, std::uint32_t rail);
+  Result<bool> expose(Exposed* exposed, std::uint32_t rail);
   void answer(Exposed* exposed, std::uint32_t rail);
   void begin_revoke(std::uint64_t id, std::int64_t now);
   void end_revokes();
@@ -156,6 +158,7 @@ class Inbound {
   std::vector<Rail> rails_;
   InboundOptions options_;
   std::unordered_map<std::uint64_t, Exposed> exposed_;  // by GrantRef::id
+  std::vector<Map> unregistered_;                       // questions that wait for a registration
   ArrivalCounters counters_;
   std::unordered_map<std::uint64_t, Write> writes_;
   std::vector<std::uint64_t> slot_op_;  // 0 = free

@@ -193,7 +193,12 @@ void Outbound::offer(std::uint32_t index, std::int64_t now) {
   Rail& rail = rails_[index];
   ++rail.epoch;
   if (rail.epoch > 1) ++reconnects_;
-  auto pair = rail.nic->make_queue_pair(options_.random_packet());
+  const auto packet = options_.random_packet();
+  if (!packet) {
+    failure_ = packet.error();
+    return;
+  }
+  auto pair = rail.nic->make_queue_pair(*packet);
   if (!pair) return rail.health.on_error(now);
   rail.pair = std::move(pair).value();
   rail.state = RailState::kOffered;
@@ -303,7 +308,7 @@ bool Outbound::post_chunk(Op* op, const Chunk& chunk, std::int64_t now) {
     return false;
   }
   const bool room = rail.in_flight == 0 || rail.in_flight + chunk.bytes <= options_.in_flight_bytes;
-  if (rail.queue.free() == 0 || !room || !options_.may_post(now)) return false;
+  if (rail.queue.free() == 0 || !room || !options_.may_post(chunk.rail, now)) return false;
   Work work;
   const auto ticket = rail.queue.next(chunk.last_of_rail || rail.queue.free() == 1);
   work.id = ticket.id;
@@ -331,7 +336,7 @@ bool Outbound::post_chunk(Op* op, const Chunk& chunk, std::int64_t now) {
   ++op->outstanding;
   ++in_queues_[op->job.grant.id];
   ++op->next_chunk;
-  options_.on_posted(chunk.bytes);
+  options_.on_posted(chunk.rail, chunk.bytes);
   return true;
 }
 

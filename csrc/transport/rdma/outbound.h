@@ -51,9 +51,12 @@ struct Job {
 struct OutboundOptions {
   PathSettings path;
   std::uint64_t in_flight_bytes = 16UL * 1024 * 1024;  // of one rail
-  // How much may be posted now (pacing); called before each chunk, told what was posted after.
-  std::function<bool(std::int64_t now)> may_post = [](std::int64_t) { return true; };
-  std::function<void(std::uint64_t bytes)> on_posted = [](std::uint64_t) {};
+  // May more be posted to this rail now (pacing, congestion)? Called before each chunk, told what
+  // was posted after.
+  std::function<bool(std::uint32_t rail, std::int64_t now)> may_post =
+      [](std::uint32_t, std::int64_t) { return true; };
+  std::function<void(std::uint32_t rail, std::uint64_t bytes)> on_posted = [](std::uint32_t,
+                                                                              std::uint64_t) {};
   // Credits (control.h): asked before a text or the announcement of a write leaves, and
   // told when it does.
   std::function<bool(std::uint64_t cost, Priority)> may_send = [](std::uint64_t, Priority) {
@@ -62,7 +65,8 @@ struct OutboundOptions {
   // A message left its queue: it was sent, or taken back.
   std::function<void(std::uint64_t bytes)> on_unqueued = [](std::uint64_t) {};
   std::function<void(std::uint64_t cost)> on_sent = [](std::uint64_t) {};
-  std::function<std::uint32_t()> random_packet;  // 24 bits, unguessable
+  // 24 bits, unguessable. Without them the link fails.
+  std::function<Result<std::uint32_t>()> random_packet;
 };
 
 class Outbound {
@@ -99,7 +103,7 @@ class Outbound {
   // The next control message that must leave, class by class; empty = none.
   std::optional<Control> next_control();
   std::vector<Done> take_done() { return std::exchange(done_, {}); }
-  // Set when every rail rests: nothing can move any more.
+  // Set when every rail rests, or there are no random bytes: nothing can move any more.
   const Status& failure() const { return failure_; }
   // Ends everything: queue pairs are destroyed, then each operation is done with `why`.
   void close(const Status& why);

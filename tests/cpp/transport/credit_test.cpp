@@ -170,7 +170,8 @@ TEST_P(CreditedLinks, TooLittleIsRefused) {
   EXPECT_EQ(try_make(small(1000)).error().code, ErrorCode::kInvalidArgument);
 }
 
-INSTANTIATE_TEST_SUITE_P(Links, CreditedLinks, ::testing::ValuesIn(with_rdma({"shm", "tcp"})),
+INSTANTIATE_TEST_SUITE_P(Links, CreditedLinks,
+                         ::testing::ValuesIn(with_rdma({"shm", "tcp", "rdma_fake"})),
                          [](const auto& info) { return info.param; });
 
 }  // namespace

@@ -1,17 +1,20 @@
 // A fabric of fake NICs in one process: queue pairs, windows and immediates with the rules of the
 // real ones, executed one piece of work at a time in an order drawn from a seed, and told to fail
-// where a test wants it.
+// where a test wants it. Thread rules: what goes through the interfaces of verbs.h is locked; knobs
+// are set before, or with `mu` held.
 #pragma once
 
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <random>
 #include <set>
 
 #include "base/text.h"
+#include "transport/core/unique_fd.h"
 #include "transport/rdma/verbs.h"
 
 namespace kvcore::transport::rdma {
@@ -49,6 +52,12 @@ class FakeFabric final : public Verbs {
   std::function<void(const std::byte*, std::size_t, bool written)> on_touch;
 
   std::uint64_t executions() const { return static_cast<std::uint64_t>(executions_); }
+  // For real transports on top: each poll executes some work, and every NIC has a timer as its
+  // completion_fd. Opening and registering take this long.
+  bool runs_by_itself = false;
+  std::int64_t open_ns = 0, register_ns = 0;
+
+  std::recursive_mutex mu;
   std::map<std::uint32_t, FakePair*> pairs;
   std::map<std::uint32_t, std::pair<std::uint64_t, std::uint64_t>> memory;  // local key -> range
   std::uint32_t next_pair = 17, next_key = 1;
@@ -69,9 +78,10 @@ class FakeFabric final : public Verbs {
 };
 
 struct FakeWindow final : Window {
-  explicit FakeWindow(std::uint32_t k) : last_key(k) {}
+  FakeWindow(FakeFabric* f, std::uint32_t k) : fabric(f), last_key(k) {}
   ~FakeWindow() override;
   std::uint32_t key() const noexcept override { return last_key; }
+  FakeFabric* fabric;
   std::uint32_t last_key;
   FakePair* bound = nullptr;
   std::uint64_t address = 0, bytes = 0;
@@ -110,27 +120,27 @@ class FakePair final : public QueuePair {
 
 class FakeNic final : public Nic {
  public:
-  FakeNic(FakeFabric* fabric, NicInfo info, std::uint32_t depth) : fabric_(fabric), info_(info) {
-    info_.send_depth = depth;
-  }
+  FakeNic(FakeFabric* fabric, NicInfo info, std::uint32_t depth);
   const NicInfo& info() const noexcept override { return info_; }
   Result<std::unique_ptr<RegisteredMemory>> register_memory(const MemoryRequest& r) override;
   Result<std::unique_ptr<Window>> make_window() override {
+    const std::lock_guard lock(fabric_->mu);
     if (windows_left == 0) return Error{ErrorCode::kIo, "no window left"};
     --windows_left;
     fabric_->next_key += 256;
-    return std::unique_ptr<Window>(new FakeWindow(fabric_->next_key));
+    return std::unique_ptr<Window>(new FakeWindow(fabric_, fabric_->next_key));
   }
   Result<std::unique_ptr<QueuePair>> make_queue_pair(std::uint32_t first_packet) override;
   Status post_receives(std::uint32_t count) override {
+    const std::lock_guard lock(fabric_->mu);
     receives += count;
     return {};
   }
   // At most one completion of a random queue pair a call, so that orders mix.
   Result<std::size_t> poll(std::span<WorkDone> done) override;
-  int completion_fd() const noexcept override { return -1; }
-  Status arm() override { return {}; }
-  int event_fd() const noexcept override { return -1; }
+  int completion_fd() const noexcept override { return timer_.get(); }
+  Status arm() override;
+  int event_fd() const noexcept override { return no_event_.get(); }
   std::vector<NicEvent> take_events() override { return std::exchange(events, {}); }
 
   FakeFabric* fabric_;
@@ -138,6 +148,7 @@ class FakeNic final : public Nic {
   std::uint64_t receives = 0;
   std::uint64_t windows_left = 1'000'000;
   std::vector<NicEvent> events;
+  UniqueFd timer_, no_event_;  // where the fabric runs by itself
 };
 
 }  // namespace kvcore::transport::rdma

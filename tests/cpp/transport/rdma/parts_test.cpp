@@ -93,6 +93,7 @@ TEST(Devices, TheGidIsOfThePeersFamilyUpRoutableAndClosest) {
   root.gid("mlx5_0", 7, "0000:0000:0000:0000:0000:ffff:0a4d:0003", "");
   root.gid("mlx5_0", 8, "0000:0000:0000:0000:0000:ffff:0a4d:0004", "dum1");
   const auto ports = list_ports(root.path());
+  EXPECT_TRUE(any_active_port(root.path()) && !any_active_port(root.path() / "none"));
   ASSERT_EQ(ports.size(), 1U);
   EXPECT_EQ(ports[0].gids.size(), 8U);  // the null one is no entry
   EXPECT_EQ(choose_gid(ports[0], gid("10.77.0.9"))->index, 4);

@@ -327,6 +327,20 @@ TEST(Peer, ManyOperationsShareTheSlots) {
   for (const auto& [op, status] : w.a.done) EXPECT_TRUE(status.ok());
 }
 
+// A guessable packet number would let a stranger inject packets: rather no link.
+TEST(Peer, WithoutRandomBytesBothSidesFail) {
+  Wire w(11, 1);
+  w.no_random = true;
+  ASSERT_TRUE(w.until([&] { return !w.a.failed.ok(); }));
+  EXPECT_EQ(w.a.failed.error().code, ErrorCode::kIo);
+  Wire owner(12, 1);
+  owner.turn(owner.a, owner.b, 0);  // the offer is on its way
+  owner.no_random = true;
+  ASSERT_FALSE(owner.b.inbox.empty());
+  const Status refused = owner.b.peer->on_control(owner.b.inbox.front(), owner.now);
+  EXPECT_EQ(refused.error().code, ErrorCode::kIo);
+}
+
 TEST(Peer, ABrokenPeerIsRefused) {
   Wire w(10, 2);
   ASSERT_TRUE(w.ready());
