@@ -9,6 +9,10 @@
 
 namespace kvcore::transport::rdma {
 
+namespace {
+constexpr std::int64_t kIdleLookNs = 1'000'000'000;  // where counters are read for people only
+}  // namespace
+
 void Host::attach(Shared* shared) {
   shared_ = shared;
   shared->grants.set_on_revoke([this](GrantRef grant) { return on_revoke(grant); });
@@ -199,15 +203,16 @@ std::int64_t Host::ready_ns(std::uint32_t rail, std::int64_t now) {
 std::int64_t Host::next_look_ns() const {
   std::int64_t next = std::numeric_limits<std::int64_t>::max();
   for (const auto& rail : rails_)
-    if (rail->counters != nullptr) next = std::min(next, rail->control.next_look_ns());
+    if (rail->counts.tells_congestion) next = std::min(next, rail->next_look);
   return next;
 }
 
 void Host::look(std::int64_t now) {
   for (const auto& rail : rails_) {
-    if (rail->counters == nullptr || !rail->control.due(now)) continue;
+    if (rail->counters == nullptr || now < rail->next_look) continue;
     const auto counts = rail->counters->read();
     if (!counts) continue;  // a device that goes away says so by its completions
+    rail->next_look = now + (counts->tells_congestion ? RateControl::kIntervalNs : kIdleLookNs);
     const std::uint64_t before = rail->control.rate();
     rail->counts = *counts;
     rail->control.look(*counts, now);

@@ -84,6 +84,7 @@ class Host {
     RateControl control;
     Pacer pacer{};
     NicCounts counts{};
+    std::int64_t next_look = 0;
   };
   using Rails = std::vector<std::unique_ptr<Rail>>;
   struct Registration {

@@ -19,6 +19,7 @@ class FakeMachine {
     Result<NicCounts> read() override {
       NicCounts counts;
       counts.congestion = *marks;
+      counts.tells_congestion = true;
       return counts;
     }
     std::shared_ptr<std::atomic<std::uint64_t>> marks;

@@ -154,6 +154,9 @@ TEST(Counters, AreReadFromBothFolders) {
   root.write(folder + "counters/port_rcv_packets", "11");
   const NicCounts counts = *SysfsNicCounters("mlx5_0", 1, root.path()).read();
   EXPECT_EQ(counts.congestion, 7U);
+  EXPECT_TRUE(counts.tells_congestion);
+  root.write("class/infiniband/rxe0/ports/1/hw_counters/sent_pkts", "5");
+  EXPECT_FALSE(SysfsNicCounters("rxe0", 1, root.path()).read()->tells_congestion);
   EXPECT_EQ(counts.marked, 9U);
   EXPECT_EQ(counts.lost, 5U);
   EXPECT_EQ(counts.bytes_out, 4000U);
