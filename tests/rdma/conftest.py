@@ -24,12 +24,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
+    """Cases that ran now replace what they said before; each names the commit it belongs to."""
     if not _cases:
         return
     git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     commit = subprocess.run(
         git, cwd=RESULTS.parents[1], capture_output=True, text=True, check=False
     )
-    told = {"commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d"), "cases": _cases}
+    about = {"commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d")}
+    told = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    known = {case["case"]: case for case in told}
+    known |= {case["case"]: case | about for case in _cases}
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(list(known.values()), indent=1) + "\n")
