@@ -162,6 +162,14 @@ py::dict to_dict(const LinkInfo& info) {
   d["queued_bytes"] = info.queued_bytes;
   d["credit_bytes"] = info.credit_bytes;
   d["credit_stall_ns"] = info.credit_stall_ns;
+  py::list rails;
+  for (const RailInfo& r : info.rails)
+    rails.append(py::dict(py::arg("device") = r.device, py::arg("ready") = r.ready,
+                          py::arg("bytes_posted") = r.bytes_posted, py::arg("errors") = r.errors,
+                          py::arg("rate_bytes_per_s") = r.rate_bytes_per_s,
+                          py::arg("rate_cuts") = r.rate_cuts, py::arg("congestion") = r.congestion,
+                          py::arg("marked") = r.marked, py::arg("lost") = r.lost));
+  d["rails"] = rails;
   return d;
 }
 

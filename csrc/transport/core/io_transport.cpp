@@ -97,6 +97,7 @@ class IoLink final : public Link {
     info.peer_model = state_->peer.model;
     info.peer_layout = state_->peer.layout;
     info.peer_pid = state_->peer_pid;
+    info.rails = state_->rails;
     return info;
   }
 

@@ -66,6 +66,7 @@ struct LinkState {
   bool proven = true;   // false: accepted, the key not proved yet
   std::int64_t peer_pid = 0;
   PeerHello peer;
+  std::vector<RailInfo> rails;
 };
 
 struct SendCommand {

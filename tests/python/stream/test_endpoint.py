@@ -6,11 +6,13 @@ import asyncio
 import os
 import select
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from kvcore import kernels, stream
+from kvcore import _core, kernels, stream
+from kvcore.config import WorkerConfig
 from kvcore.errors import Cancelled, Corrupt, InvalidArgument, Unsupported
 from kvcore.pages import Pool
 from support.stream_pages import alloc, make_pool, slice_of, stamp_pages, wrong_slices
@@ -354,3 +356,43 @@ def test_pages_belong_to_one_hand_over(pair: Pair) -> None:
 def test_addresses_are_a_list() -> None:
     with pytest.raises(InvalidArgument, match="listen='tcp:127.0.0.1:0'"):
         stream.Endpoint(make_pool(), "tcp:127.0.0.1:0")
+
+
+def test_kv_falls_back_only_where_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def addresses(name: str) -> list[str]:
+        return stream.stream_addresses(name, "/run/d.sock")
+
+    monkeypatch.setattr(_core.transport, "rdma_missing", lambda: "no device")
+    assert addresses("shm") == ["shm:/run/d.sock"]
+    assert addresses("tcp") == ["tcp:127.0.0.1:0"]
+    assert addresses("rdma") == ["rdma:127.0.0.1:0"]  # and the worker says why it cannot
+    assert not caplog.records
+    assert addresses("rdma-or-tcp") == ["tcp:127.0.0.1:0"]
+    assert "KV moves over tcp, no device" in caplog.text
+    monkeypatch.setattr(_core.transport, "rdma_missing", lambda: "")
+    assert addresses("rdma-or-tcp") == ["rdma:127.0.0.1:0", "tcp:127.0.0.1:0"]
+    for name, allowed in (("rdma", False), ("tcp", False), ("rdma-or-tcp", True)):
+        assert WorkerConfig(transport=name).allow_fallback is allowed
+
+
+def test_a_fallback_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key, request = bytes(32), os.urandom(16)
+    a, b = make_pool(), make_pool()
+    addresses = [f"shm:{tmp_path}/d.sock", "tcp:127.0.0.1:0"]
+    with (
+        stream.Endpoint(b, addresses, key=key) as decode,
+        stream.Endpoint(a, key=key, allow_fallback=True) as prefill,
+    ):
+        (tmp_path / "d.sock").unlink()
+        (page, *_), _ = alloc(a, 1)
+        sender = prefill.open(decode.grant(request, alloc(b, 1)[0], 1), [page])
+        for layer in range(a.spec.num_layers):
+            sender.publish_upto(layer, 1)
+        sender.commit(b"")
+        assert select.select([prefill.event_fd], [], [], 10)[0]
+        ((kind, _, stats),) = prefill.poll()
+        assert (kind, stats.transport) == ("sent", "tcp")
+        assert prefill.stats().fallbacks == 1
+    assert "1 hand-over links fell back" in caplog.text
