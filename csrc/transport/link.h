@@ -331,7 +331,7 @@ class Transport {
   // Returns the address with the port filled in. InvalidArgument: a tcp address that is not
   // loopback while the key is empty.
   virtual Result<std::string> listen(std::string_view address) = 0;
-  // Returns at once with a link to post on; Up or Down follows.
+  // Returns at once with a link to post on; Up or Down follows. A host name is looked up elsewhere.
   virtual Result<std::shared_ptr<Link>> connect(std::string_view address) = 0;
   virtual std::shared_ptr<Link> link(LinkId id) const = 0;  // null once Down was queued
 

@@ -24,15 +24,6 @@ constexpr std::int64_t kPublishNs = 10'000'000;   // between two looks at the ra
 // Before the devices are open: what credits allow, and room for offers.
 constexpr std::size_t kEarlySlack = 2UL * kMaxMessageBytes;
 
-std::optional<AuthSession> make_auth(const TransportOptions& options, bool initiator,
-                                     std::uint64_t window) {
-  auto auth = AuthSession::make(
-      initiator ? AuthSession::Side::kInitiator : AuthSession::Side::kResponder,
-      std::as_bytes(std::span(options.key)), kLabel, make_link_hello(options, 1, window));
-  if (!auth) return std::nullopt;
-  return std::move(*auth);
-}
-
 // The peer's address as a GID, for the choice of ours: "tcp:10.0.0.1:5" or "tcp:[fd00::1]:5".
 Result<Gid> peer_gid(int fd) {
   const std::string name = peer_name(fd);
@@ -49,15 +40,19 @@ RdmaChannel::RdmaChannel(Io* io, std::shared_ptr<Host> host, std::shared_ptr<Lin
       link_(std::move(state)),
       credits_(&io->shared, link_),
       fd_(std::move(fd)),
-      auth_(make_auth(io->shared.options, initiator, credits_.first_window())),
       initiator_(initiator),
       state_(initiator ? State::kConnecting : State::kHandshake),
       last_rx_ns_(now),
       last_tx_ns_(now),
       setup_deadline_ns_(now + io->shared.options.handshake_ns) {
-  if (!auth_) fail(Error{ErrorCode::kIo, "no random bytes for a handshake"});
+  const TransportOptions& options = io->shared.options;
+  if (auto auth = make_link_auth(options, initiator, kLabel,
+                                 make_link_hello(options, 1, credits_.first_window())))
+    auth_ = std::move(*auth);
+  else
+    fail(auth.error());
   if (dead() || !fd_) return;  // no socket: the caller says why
-  pacer_.set_rate(io->shared.options.pacing_bytes_per_s, now);
+  pacer_.set_rate(options.pacing_bytes_per_s, now);
   epoll_event event{};
   event.data.u64 = epoll_key(link_->id);
   event.events = interest_ = EPOLLIN | EPOLLRDHUP | (initiator ? EPOLLOUT : 0U);

@@ -2,6 +2,7 @@
 
 #include "base/text.h"
 #include "transport/rdma/channel.h"
+#include "transport/socket/address.h"
 #include "transport/socket/socket_scheme.h"
 
 namespace kvcore::transport::rdma {
@@ -23,6 +24,15 @@ class RdmaScheme final : public Scheme {
 
   std::string_view name() const noexcept override { return kName; }
   void attach(Shared* shared) override { host_->attach(shared); }
+
+  LookUp look_up(std::string_view address) const override {
+    if (tcp_->look_up(renamed(address, kName, kSession)) == nullptr) return nullptr;
+    return [](std::string named) -> Result<std::string> {
+      KVCORE_ASSIGN_OR_RETURN(const Address name, parse_address(renamed(named, kName, kSession)));
+      KVCORE_ASSIGN_OR_RETURN(const Address number, numeric_address(name));
+      return renamed(number.str(), kSession, kName);
+    };
+  }
 
   Result<Listening> listen(std::string_view address) override {
     KVCORE_RETURN_IF_ERROR(available_());

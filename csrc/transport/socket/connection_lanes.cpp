@@ -45,9 +45,7 @@ Lane& Connection::lane_of(Priority priority) noexcept {
 
 // A connected or connecting socket becomes this lane; the handshake follows.
 void Connection::open_lane(Lane& lane, UniqueFd fd, std::vector<std::byte> hello) {
-  auto auth =
-      AuthSession::make(initiator_ ? AuthSession::Side::kInitiator : AuthSession::Side::kResponder,
-                        std::as_bytes(std::span(io_->shared.options.key)), kLabel, hello);
+  auto auth = make_link_auth(io_->shared.options, initiator_, kLabel, hello);
   if (!auth) return fail(auth.error());
   lane.auth = std::move(*auth);
   lane.fd = std::move(fd);
