@@ -60,7 +60,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Context:
-    """What the command line asked for; empty shapes and threads: the case's own."""
+    """What the command line asked for; empty shapes, threads and pages: the case's own."""
 
     quick: bool
     peers: dict[str, Any]
@@ -69,6 +69,7 @@ class Context:
     shapes: tuple[str, ...] = ()
     threads: tuple[int, ...] = ()
     path: str = "kernel"
+    pages: tuple[int, ...] = ()
 
     def rounds(self, full: int, quick: int) -> int:
         """Number of repetitions."""

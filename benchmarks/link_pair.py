@@ -1,4 +1,4 @@
-"""Two processes with a link between them, for the link cases: ours, and plain sockets as the limit.
+"""Two processes with a link between them, for the link cases.
 
 The parent writes, the child owns the destination. Each side registers one buffer; a batch is a list
 of (local offset, remote offset, bytes). CPU seconds are user + system of both processes.
@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,10 +20,9 @@ from typing import Any
 
 import numpy as np
 from kvcore.transport import Link, Region, Transport
+from native_limits import RawCopy, Segments
 
 KEY = b"benchmark key, 32 bytes in all.."
-SOCKET_BYTES = 4 << 20  # of one call on the plain socket
-Segments = list[tuple[int, int, int]]
 
 
 def cpu_s() -> float:
@@ -41,17 +39,15 @@ def paged(block: int, count: int, nbytes: int) -> Segments:
 
 
 class Owner:
-    """The child: grants its buffer, and drains a plain socket into it."""
+    """The child: grants its buffer."""
 
     def __init__(self, address: str, nbytes: int) -> None:
         self.transport = Transport(key=KEY, keepalive_s=0)
         self.region = self.transport.allocate(nbytes)
         self.region.data[:] = bytes(nbytes)
-        self.listener = socket.create_server(("127.0.0.1", 0))
         self.hello = {
             "address": self.transport.listen(address),
             "grant": self.region.grant(rights="rw").token.hex(),
-            "port": self.listener.getsockname()[1],
         }
 
     def cpu(self) -> float:
@@ -64,21 +60,26 @@ class Owner:
         data = np.frombuffer(self.region.data, np.uint64)
         return int(sum(int(data[o // 8 : (o + block) // 8].sum()) for o in offsets) % 2**64)
 
-    def receive(self, nbytes: int, batches: int) -> int:
-        """Serves plain batches of ``nbytes``, each answered by one byte, until all are in."""
-        connection, _ = self.listener.accept()
-        with connection:
-            for _ in range(batches):
-                at = 0
-                while at < nbytes:
-                    got = connection.recv_into(
-                        self.region.data[at : min(at + SOCKET_BYTES, nbytes)]
-                    )
-                    if got == 0:
-                        raise ConnectionError("the sender is gone")
-                    at += got
-                connection.sendall(b"k")
-        return batches
+    def lend_to_copy(self, grant: str, segments: Segments) -> bool:
+        """Borrows the writer's buffer for :meth:`copy`, which copies between the same buffers."""
+        link = self.transport.accept(10)
+        ranges = [(a, n) for a, _, n in segments]
+        self.borrowed = link.borrow(bytes.fromhex(grant), ranges).wait(10)
+        base = np.frombuffer(self.region.data, np.uint8).ctypes.data
+        self.raw = RawCopy(
+            [
+                (base + b, np.frombuffer(span, np.uint8).ctypes.data, n)
+                for (_, b, n), span in zip(segments, self.borrowed.spans, strict=True)
+            ]
+        )
+        return True
+
+    def copy(self, batches: int, past_caches: bool) -> float:
+        """Seconds of that many batches without any link."""
+        start = time.perf_counter()
+        for _ in range(batches):
+            self.raw.run(past_caches)
+        return time.perf_counter() - start
 
 
 class Pair:
@@ -94,7 +95,6 @@ class Pair:
         )
         hello = self.read()
         self.grant = bytes.fromhex(hello["grant"])
-        self.port: int = hello["port"]
         self.transport = Transport(key=KEY, keepalive_s=0)
         self.region: Region = self.transport.allocate(nbytes)
         self.region.data[:] = np.random.default_rng(0).bytes(nbytes)
@@ -127,21 +127,6 @@ class Pair:
         for _ in range(batches):
             self.link.write(self.region, segments, self.grant, **options).wait(30)
         return time.perf_counter() - start
-
-    def plain(self, nbytes: int, batches: int) -> float:
-        """Seconds of the same bytes over one plain TCP connection, contiguous on both sides."""
-        self.post(do="receive", nbytes=nbytes, batches=batches)
-        with socket.create_connection(("127.0.0.1", self.port)) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            start = time.perf_counter()
-            for _ in range(batches):
-                for at in range(0, nbytes, SOCKET_BYTES):
-                    connection.sendall(self.region.data[at : min(at + SOCKET_BYTES, nbytes)])
-                if connection.recv(1) != b"k":
-                    raise ConnectionError("the receiver is gone")
-            seconds = time.perf_counter() - start
-        self.read()
-        return seconds
 
     def verify(self, segments: Segments) -> None:
         """The blocks lie there as they are here. Raises: SystemExit."""

@@ -3,7 +3,7 @@
 One JSON object a line on standard output (fields: harness.Result). Peers are other systems in
 virtual environments of their own; ``--peer vllm=/path/to/python`` runs vLLM in model_step, and the
 attention operators of vLLM and SGLang in decode_attention and prefill_attention; ``--peer
-mooncake=...`` its Transfer Engine in link_tcp and link_tcp_small.
+mooncake=...`` its Transfer Engine, and ``nixl=...`` NIXL, in link_tcp and link_tcp_small.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ CASES = {
     "shared_prefix": "decoding 32 sequences over one cached prompt, together and one by one",
     "page_bounds": "bounds of pages for query-aware selection, against attention over the page",
     "page_scores": "decoding with the attention mass of each page, against without",
-    "link_tcp": "1024 scattered blocks of 64 KiB over tcp, against one plain TCP connection",
-    "link_tcp_small": "256 scattered blocks of 4 KiB over tcp, against one plain TCP connection",
+    "link_tcp": "1024 scattered blocks of 64 KiB over tcp, against raw TCP",
+    "link_tcp_small": "256 scattered blocks of 4 KiB over tcp, against raw TCP",
     "link_priority": "p99 of a class 0 write under saturating background traffic, against idle",
-    "link_shm": "scattered blocks of 64 and 256 KiB over shm, against memcpy of them",
+    "handover": "3,000 tokens lent over shm: microseconds from request to usable pages",
+    "link_shm": "scattered blocks of 64 and 256 KiB over shm, against copying them",
     "stream_overlap": "KV arrived when prefill ends, and time exposed after, over shm and tcp",
     "wire_encode": "pages encoded on their way to k4 + v4: bytes sent, and prefill slowed by it",
+    "incast": "eight senders to one shaped port: goodput, fairness, bytes under way",
     "peer_death": "SIGKILL at each step of a hand-over: time until told, pages back, no stamp",
     "model_step": "a decode step and a cold first token of SmolLM2, against peers on one thread",
 }
-PEERS = ("vllm", "mooncake")
+PEERS = ("vllm", "mooncake", "nixl")
 
 
 def parse() -> argparse.Namespace:
@@ -58,6 +60,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--shape", action="append", default=[], metavar="Q/KVxDIM:AxB",
         help="heads, then batch x context (decode) or chunk x context (prefill); may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--page", action="append", type=int, default=[], choices=(16, 32, 64, 128),
+        help="decode_format: tokens of a page; may be repeated",
     )  # fmt: skip
     parser.add_argument("--threads", action="append", type=int, default=[], help="may be repeated")
     parser.add_argument(
@@ -94,6 +100,7 @@ def results(args: argparse.Namespace) -> Iterator[Result]:
         tuple(args.shape),
         tuple(args.threads),
         args.path,
+        tuple(args.page),
     )
     for name in args.case or CASES:
         run: Callable[[Context], Iterator[Result]] = importlib.import_module(f"cases.{name}").run

@@ -25,8 +25,22 @@ SHAPES = [  # heads, batch, context, page size
     (Heads(9, 3, 64), 1, 8192, 64),
     (Heads(32, 32, 128), 1, 8192, 64),
     (Heads(32, 8, 128), 1, 8192, 16),
+    (Heads(32, 8, 128), 1, 8192, 32),
     (Heads(32, 8, 128), 1, 8192, 128),
+    (Heads(32, 8, 128), 32, 1024, 16),
+    (Heads(9, 3, 64), 1, 8192, 16),
+    (Heads(9, 3, 64), 1, 8192, 32),
+    (Heads(9, 3, 64), 32, 1024, 16),
 ]
+
+
+def _shapes(context: Context) -> list[tuple[Heads, int, int, int]]:
+    """Heads, batch, context and page size of what was asked for."""
+    if context.shapes:
+        sizes = context.pages or (64,)
+        return [(*parse_shape(shape), page) for shape in context.shapes for page in sizes]
+    chosen = [shape for shape in SHAPES if not context.pages or shape[3] in context.pages]
+    return chosen[: 1 if context.quick else None]
 
 
 def _kv(heads: Heads, batch: int, tokens: int, page: int, k: str, v: str) -> RotatingKv:
@@ -45,8 +59,7 @@ def _per_batch(kv: RotatingKv) -> float:
 def run(context: Context) -> Iterator[Result]:
     """Two results per shape and pair of formats: against linear read, and against bf16 pages."""
     linear = LinearRead(part_mib=PASS_MIB)
-    asked = [(*parse_shape(shape), 64) for shape in context.shapes]
-    for heads, batch, tokens, page in asked or SHAPES[: 1 if context.quick else None]:
+    for heads, batch, tokens, page in _shapes(context):
         shape = (heads, batch, tokens, page)
         timed = {pair: _kv(*shape, *pair) for pair in [("bf16", "bf16"), *FORMATS]}
         calls = {"/".join(pair): partial(_per_batch, kv) for pair, kv in timed.items()}

@@ -1,8 +1,9 @@
-"""Scattered blocks over a tcp link between two processes, against one plain TCP connection.
+"""Scattered blocks over a tcp link between two processes, against raw TCP.
 
-Two lines: GB/s of 1024 x 64 KiB at random places (limit: the same bytes, contiguous, over a plain
-socket in the same run), and CPU seconds per GB of both processes together. ``--peer
-mooncake=PYTHON`` adds Mooncake's Transfer Engine over the same blocks.
+Two lines: GB/s of 1024 x 64 KiB at random places, and CPU seconds per GB of both processes
+together. The limit of both is ``native/raw_tcp.cpp`` in the same run: the same places over one
+connection between two processes, without checksums or a protocol. ``--peer mooncake=PYTHON``
+and ``--peer nixl=PYTHON`` add Mooncake's Transfer Engine and NIXL (UCX over tcp).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from harness import Context, Result, median, percentile
 from link_pair import Pair, paged, pair
+from native_limits import RawTcp, Segments
 from peers.transfer import TransferPeer
 
 BUFFER = 256 << 20
@@ -21,12 +23,15 @@ BLOCK, COUNT, BATCHES = 64 << 10, 1024, 4
 def line(
     name: str, params: dict[str, object], times: list[float], nbytes: int, value: float, unit: str,
     limit_name: str, limit: float, ratio: float,
+    best_ratio: float | None = None,
 ) -> Result:  # fmt: skip
     """One result of a link case."""
     return Result(
         case=name, params=params, median=median(times), p99=percentile(times, 99),
         best=min(times), bytes=nbytes, flops=0, value=value, unit=unit, limit_name=limit_name,
-        limit=limit, ratio=ratio, best_ratio=ratio, isa="none", threads=1, repetitions=len(times),
+        limit=limit, ratio=ratio,
+        best_ratio=ratio if best_ratio is None else best_ratio,
+        isa="none", threads=1, repetitions=len(times),
     )  # fmt: skip
 
 
@@ -46,41 +51,51 @@ def interleaved(
     return times, cpu
 
 
-def blocks(
-    name: str, context: Context, block: int, count: int, batches: int, limit: str
-) -> Iterator[Result]:
-    """Ours against the plain connection and the peers, for one size of blocks."""
+def raw_ways(segments: Segments) -> dict[str, RawTcp]:
+    """Which one is faster depends on who else wants the cores: the better one is the limit."""
+    return {
+        "raw TCP, pinned": RawTcp(segments, BUFFER, pinned=True),
+        "raw TCP, send buffer 512 KiB": RawTcp(
+            segments, BUFFER, pinned=False, send_buffer=512 << 10
+        ),
+    }
+
+
+def blocks(name: str, context: Context, block: int, count: int, batches: int) -> Iterator[Result]:
+    """Ours against raw TCP and the peers, for one size of blocks."""
     segments = paged(block, count, BUFFER)
     nbytes = block * count * batches
     rounds = context.rounds(15, 4)
     params: dict[str, object] = {"block_bytes": block, "blocks": count, "system": "kvcore"}
+    raws = raw_ways(segments)
+    peers = TransferPeer.all_of(context, segments, BUFFER)
+    others: dict[str, RawTcp | TransferPeer] = {**raws, **peers}
     with pair("tcp", BUFFER) as p:
-        ways: dict[str, Callable[[], float]] = {
-            "ours": lambda: p.write(segments, batches),
-            "plain": lambda: p.plain(block * count, batches),
-        }
-        peer = TransferPeer.of(context, segments, BUFFER)
-        if peer is not None:
-            ways["mooncake"] = lambda: peer.write(batches)
+        ways: dict[str, Callable[[], float]] = {"ours": lambda: p.write(segments, batches)}
+        for way, other in others.items():
+            ways[way] = lambda other=other: other.run(batches)  # type: ignore[misc]
         times, cpu = interleaved(p, ways, rounds)
         p.write(segments, 1)
         p.verify(segments)
-        if peer is not None:
-            peer.close()
+    for other in others.values():
+        other.close()
     rate = {way: nbytes / median(t) / 1e9 for way, t in times.items()}
-    per_gb = {way: total / (rounds * nbytes / 1e9) for way, total in cpu.items()}
-    yield line(name, params, times["ours"], nbytes, rate["ours"], "GB/s", limit, rate["plain"],
-               rate["ours"] / rate["plain"])  # fmt: skip
-    yield line(name, params, times["ours"], nbytes, per_gb["ours"], "CPU s/GB", limit,
-               per_gb["plain"], per_gb["plain"] / per_gb["ours"])  # fmt: skip
-    if "mooncake" in rate:
-        theirs = {**params, "system": "mooncake"}
-        yield line(name, theirs, times["mooncake"], nbytes, rate["mooncake"], "GB/s", "kvcore",
-                   rate["ours"], rate["mooncake"] / rate["ours"])  # fmt: skip
+    best = {way: nbytes / min(t) / 1e9 for way, t in times.items()}
+    per_gb = {way: raw.cpu_s / ((rounds + 1) * nbytes / 1e9) for way, raw in raws.items()}
+    ours_cpu = cpu["ours"] / (rounds * nbytes / 1e9)
+    fast, frugal = max(raws, key=rate.__getitem__), min(raws, key=per_gb.__getitem__)
+    yield line(name, params, times["ours"], nbytes, rate["ours"], "GB/s", fast, rate[fast],
+               rate["ours"] / rate[fast], best["ours"] / max(best[w] for w in raws))  # fmt: skip
+    yield line(name, params, times["ours"], nbytes, ours_cpu, "CPU s/GB", frugal, per_gb[frugal],
+               per_gb[frugal] / ours_cpu)  # fmt: skip
+    for peer in peers:
+        yield line(name, {**params, "system": peer}, times[peer], nbytes, rate[peer], "GB/s",
+                   "kvcore", rate["ours"], rate[peer] / rate["ours"],
+                   best[peer] / best["ours"])  # fmt: skip
 
 
 def run(context: Context) -> Iterator[Result]:
     """GB/s and CPU seconds per GB."""
     if not sys.platform.startswith("linux"):
         raise SystemExit("link_tcp needs Linux")
-    yield from blocks("link_tcp", context, BLOCK, COUNT, BATCHES, "one plain TCP connection")
+    yield from blocks("link_tcp", context, BLOCK, COUNT, BATCHES)

@@ -1,4 +1,4 @@
-"""Small blocks over a tcp link: 256 of 4 KiB at random places, against one plain connection."""
+"""Small blocks over a tcp link: 256 of 4 KiB at random places, against raw TCP."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ BLOCK, COUNT, BATCHES = 4 << 10, 256, 50
 
 def run(context: Context) -> Iterator[Result]:
     """GB/s and CPU seconds per GB."""
-    yield from blocks("link_tcp_small", context, BLOCK, COUNT, BATCHES, "one plain TCP connection")
+    yield from blocks("link_tcp_small", context, BLOCK, COUNT, BATCHES)

@@ -143,7 +143,7 @@ std::unique_ptr<Endpoint> make_endpoint(
 
 py::bytes grant(Endpoint& ep, const py::bytes& request_id, std::vector<std::int32_t> pages,
                 std::int64_t num_tokens, std::int64_t first_token, double deadline_s,
-                const std::vector<ShareTuple>& shares) {
+                const std::vector<ShareTuple>& shares, bool tell_layers) {
   const RequestId id = request_id_of(request_id);
   const std::int64_t deadline = deadline_after(deadline_s);
   std::vector<stream::Share> given;
@@ -151,8 +151,8 @@ py::bytes grant(Endpoint& ep, const py::bytes& request_id, std::vector<std::int3
   std::vector<std::byte> out;
   {
     const py::gil_scoped_release release;
-    out =
-        unwrap(ep.grant(id, std::move(pages), first_token, num_tokens, deadline, std::move(given)));
+    out = unwrap(ep.grant(id, std::move(pages), first_token, num_tokens, deadline, std::move(given),
+                          tell_layers));
   }
   return to_bytes(out);
 }
@@ -184,12 +184,16 @@ py::dict stats_dict(const stream::StreamStats& s) {
   return d;
 }
 
-// (kind, request_id, payload or code, message, stats)
+// (kind, request_id, payload, code or layer, message, stats)
 py::list poll(Endpoint& ep) {
   using Kind = stream::StreamEvent::Kind;
   py::list out;
   for (const stream::StreamEvent& e : ep.poll()) {
     const py::bytes id = to_bytes(e.request_id.bytes);
+    if (e.kind == Kind::kLayerArrived) {
+      out.append(py::make_tuple("layer", id, e.layer, "", py::none()));
+      continue;
+    }
     const py::dict stats = stats_dict(e.stats);
     if (e.kind == Kind::kComplete) {
       out.append(py::make_tuple("complete", id, to_bytes(e.payload), "", stats));
@@ -227,8 +231,9 @@ py::dict endpoint_stats(Endpoint& ep) {
 }
 
 void bind_endpoint(py::module_& m) {
-  py::class_<LoopbackHub, std::shared_ptr<LoopbackHub>>(m, "LoopbackHub")
-      .def(py::init([] { return transport::make_loopback_hub(); }));
+  py::class_<LoopbackHub, std::shared_ptr<LoopbackHub>>(m, "LoopbackHub").def(py::init([] {
+    return transport::make_loopback_hub();
+  }));
   py::class_<Endpoint>(m, "Endpoint")
       .def(py::init(&make_endpoint), py::arg("pool"), py::arg("listen"), py::arg("key"),
            py::arg("identity"), py::arg("checksums"), py::arg("pacing_bytes_per_s"),
@@ -237,7 +242,7 @@ void bind_endpoint(py::module_& m) {
            py::arg("head_begin"), py::arg("staging_bytes"))
       .def("grant", &grant, py::arg("request_id"), py::arg("pages"), py::arg("num_tokens"),
            py::arg("first_token") = 0, py::arg("deadline_s") = 60.0,
-           py::arg("shares") = std::vector<ShareTuple>())
+           py::arg("shares") = std::vector<ShareTuple>(), py::arg("tell_layers") = false)
       .def("open", &open, py::arg("grant"), py::arg("pages"), py::arg("share") = 0)
       .def(
           "release",

@@ -39,6 +39,18 @@ py::tuple outcome(const Status& status) {
                         status.error().message);
 }
 
+// One borrowed span: a read-only buffer that keeps the mapping.
+struct LentSpan {
+  std::span<const std::byte> bytes;
+  std::shared_ptr<const void> keep;
+};
+
+py::list spans_of(const Borrowed& borrowed) {
+  py::list out;
+  for (const auto& span : borrowed.spans) out.append(py::cast(LentSpan{span, borrowed.keep}));
+  return out;
+}
+
 struct ToTuple {
   py::tuple operator()(const Up& e) const {
     return py::make_tuple("up", raw_id(e.link), e.accepted);
@@ -58,6 +70,15 @@ struct ToTuple {
   }
   py::tuple operator()(const Fenced& e) const {
     return py::make_tuple("fenced", 0, to_bytes(e.grant));
+  }
+  py::tuple operator()(const Borrowed& e) const {
+    return py::make_tuple("borrowed", raw_id(e.link), static_cast<std::uint64_t>(e.op),
+                          outcome(e.status), static_cast<std::uint64_t>(e.lease), e.expires_ns,
+                          spans_of(e));
+  }
+  py::tuple operator()(const Returned& e) const {
+    return py::make_tuple("returned", raw_id(e.link), to_bytes(e.grant),
+                          static_cast<std::uint64_t>(e.lease), outcome(e.status));
   }
   py::tuple operator()(const Down& e) const {
     return py::make_tuple("down", raw_id(e.link), outcome(e.status));
@@ -176,6 +197,13 @@ void bind_link(py::module_& m) {
                  unwrap(l.read(RegionId{region}, segments_of(segments), to_grant(grant),
                                {deadline_ns, to_priority(priority)})));
            })
+      .def("borrow",
+           [](Link& l, const std::string& grant, const py::sequence& ranges,
+              std::int64_t deadline_ns) {
+             return static_cast<std::uint64_t>(
+                 unwrap(l.borrow(to_grant(grant), triples<Range>(ranges), deadline_ns)));
+           })
+      .def("give_back", [](Link& l, std::uint64_t lease) { l.give_back(LeaseId{lease}); })
       .def("cancel", [](Link& l, std::uint64_t op) { l.cancel(OpId{op}); })
       .def("set_pacing", &Link::set_pacing)
       .def("info", [](const Link& l) { return to_dict(l.info()); })
@@ -185,7 +213,8 @@ void bind_link(py::module_& m) {
 std::unique_ptr<Transport> make(const std::string& key, const std::string& identity,
                                 const std::string& role, const std::string& model_digest,
                                 const std::string& layout_digest, double handshake_s,
-                                double keepalive_s, std::uint64_t pacing) {
+                                double keepalive_s, std::uint64_t pacing,
+                                std::uint64_t credit_bytes_per_link, std::uint64_t credit_bytes) {
   TransportOptions options;
   options.key = key;
   options.identity = identity;
@@ -195,6 +224,7 @@ std::unique_ptr<Transport> make(const std::string& key, const std::string& ident
   options.handshake_ns = static_cast<std::int64_t>(handshake_s * 1e9);
   options.keepalive_ns = static_cast<std::int64_t>(keepalive_s * 1e9);
   options.pacing_bytes_per_s = pacing;
+  options.credits = {credit_bytes_per_link, credit_bytes};
   return unwrap(make_transport(std::move(options)));
 }
 
@@ -229,11 +259,16 @@ void bind_transport(py::module_ m) {
     const Status status = rdma::available();
     return status.ok() ? std::string() : status.error().message;
   });
+  py::class_<LentSpan>(m, "LentSpan", py::buffer_protocol()).def_buffer([](LentSpan& s) {
+    return py::buffer_info(const_cast<std::byte*>(s.bytes.data()), 1, "B", 1, {s.bytes.size()}, {1},
+                           true);
+  });
   bind_link(m);
   py::class_<Transport>(m, "Transport")
       .def(py::init(&make), py::arg("key"), py::arg("identity"), py::arg("role"),
            py::arg("model_digest"), py::arg("layout_digest"), py::arg("handshake_s"),
-           py::arg("keepalive_s"), py::arg("pacing_bytes_per_s"))
+           py::arg("keepalive_s"), py::arg("pacing_bytes_per_s"), py::arg("credit_bytes_per_link"),
+           py::arg("credit_bytes"))
       .def("register_region",
            [](Transport& t, std::uintptr_t address, std::uint64_t bytes, int memfd) {
              return static_cast<std::uint32_t>(

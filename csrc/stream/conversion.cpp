@@ -1,6 +1,7 @@
 #include "stream/conversion.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "base/text.h"
@@ -34,9 +35,10 @@ Status Conversion::write(const SliceRun& run, std::span<std::byte> out) {
     const auto bytes = static_cast<std::size_t>(shape_.bytes_of(run.layer, slot));
     const Status written = write_slot(run.layer, slot, out.first(bytes));
     if (!written) {
-      return Error{written.error().code,
+      return Error{ErrorCode::kUnsupported,
                    text("the receiver's page ", slot, ", layer=", target_layer_ + run.layer, " ",
-                        written.error().message)};
+                        written.error().message,
+                        "; this request can be handed over to open pages of the sender's format")};
     }
     out = out.subspan(bytes);
   }
@@ -44,11 +46,14 @@ Status Conversion::write(const SliceRun& run, std::span<std::byte> out) {
 }
 
 Status Conversion::write_slot(std::int32_t layer, std::int32_t slot, std::span<std::byte> out) {
+  if (!source_.place.sealed.empty() && source_.place.sealed[static_cast<std::size_t>(slot)]) {
+    copy_packed(layer, slot, out);
+    return {};
+  }
   const SlotSource from = map_.source_of(slot);
   std::vector<const std::byte*> slices;
   for (std::int32_t page = from.first_page; page < from.first_page + from.num_pages; ++page) {
-    slices.push_back(source_.arena + source_.offsets[static_cast<std::size_t>(page)] +
-                     (source_layer_ + layer) * source_.layer_stride_bytes);
+    slices.push_back(source_.arena + source_.place.at(page, source_layer_ + layer));
   }
   const auto& views = shape_.is_sealed(slot) ? sealed_layers_ : open_layers_;
   const HeadBlock* heads = views[static_cast<std::size_t>(target_layer_ + layer)].heads;
@@ -61,6 +66,17 @@ Status Conversion::write_slot(std::int32_t layer, std::int32_t slot, std::span<s
                                              target_layer_ + layer, from.num_tokens);
   write_header(out, header, sums_ || shape_.is_sealed(slot));
   return {};
+}
+
+// The codes of an equal class, under the receiver's number of it.
+void Conversion::copy_packed(std::int32_t layer, std::int32_t slot,
+                             std::span<std::byte> out) const {
+  std::memcpy(out.data(), source_.arena + source_.place.at(slot, source_layer_ + layer),
+              out.size());
+  SliceHeader header;
+  std::memcpy(&header, out.data(), sizeof(header));
+  header.class_id = class_number_;
+  write_header(out, header, true);
 }
 
 }  // namespace kvcore::stream

@@ -18,11 +18,10 @@
 
 namespace kvcore::stream {
 
-// Where the sender's pages lie: the first byte of layer 0 of each, and the bytes to the next layer.
+// Where the sender's pages lie; those that are sealed are compressed as the receiver wants them.
 struct SourcePages {
   const std::byte* arena = nullptr;
-  std::vector<std::int64_t> offsets;
-  std::int64_t layer_stride_bytes = 0;
+  Placement place;
 };
 
 class Conversion {
@@ -32,12 +31,14 @@ class Conversion {
              const pages::PageSpec& sender_spec, SourcePages source, bool sums);
   Conversion(const Conversion&) = delete;
   Conversion& operator=(const Conversion&) = delete;
-  // out: shape.bytes_of(run), the slots one after the other.
+  // out: shape.bytes_of(run), the slots one after the other. Unsupported: a value that the format
+  // of the receiver's page cannot hold; into open pages of the values' own format all can be sent.
   Status write(const SliceRun& run, std::span<std::byte> out);
   std::int64_t largest_slice_bytes() const noexcept { return largest_; }
 
  private:
   Status write_slot(std::int32_t layer, std::int32_t slot, std::span<std::byte> out);
+  void copy_packed(std::int32_t layer, std::int32_t slot, std::span<std::byte> out) const;
 
   const Shape shape_;
   const bool with_headers_;

@@ -225,6 +225,10 @@ void Core::settle_receiver(const RequestId& id) {
 void Core::carry_out(const RequestId& id, Incoming& in, Receiver::Action action) {
   if (auto* s = std::get_if<Receiver::Send>(&action)) {
     send(s->link, s->message);
+  } else if (const auto* arrived = std::get_if<Receiver::LayerArrived>(&action)) {
+    StreamEvent event{StreamEvent::Kind::kLayerArrived, id, {}, {ErrorCode::kInternal, {}}, {}};
+    event.layer = arrived->layer;
+    events_.push_back(std::move(event));
   } else if (std::holds_alternative<Receiver::Fence>(action)) {
     revoke_all(in);
     if (in.pending_fences.empty()) after_fence(in);

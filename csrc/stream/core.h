@@ -55,12 +55,13 @@ struct StreamOptions {
 };
 
 struct StreamEvent {
-  enum class Kind : std::uint8_t { kComplete, kReceiveFailed, kSent, kSendFailed };
+  enum class Kind : std::uint8_t { kLayerArrived, kComplete, kReceiveFailed, kSent, kSendFailed };
   Kind kind;
   RequestId request_id;
   std::vector<std::byte> payload;  // complete
   Error error{ErrorCode::kInternal, {}};
-  StreamStats stats;  // of sends: bytes, kv_bytes and transport only
+  StreamStats stats;       // of sends: bytes, kv_bytes and transport only
+  std::int32_t layer = 0;  // layer arrived
 };
 
 struct CoreStats {
@@ -89,10 +90,12 @@ class Core {
   void set_addresses(std::vector<std::string> addresses) { addresses_ = std::move(addresses); }
   // Pages are open, or of one compressed class and full: those are filled in that class. shares:
   // what each sender gives, together all this worker holds; empty: one sender gives it.
+  // tell_layers: an event for each layer that is in place.
   Result<std::vector<std::byte>> grant(const RequestId& id, std::span<const std::int32_t> pages,
                                        std::int64_t first_token, std::int64_t num_tokens,
                                        std::int64_t now_ns, std::int64_t deadline_ns,
-                                       std::span<const Share> shares = {});
+                                       std::span<const Share> shares = {},
+                                       bool tell_layers = false);
   // share: which of the grant's this side gives. pages: this side's, from the one that holds the
   // grant's first token to the one that holds its last.
   Result<std::shared_ptr<SendPort>> open(std::span<const std::byte> grant,
@@ -151,6 +154,7 @@ class Core {
     std::shared_ptr<SendPort> port;
     bool with_headers = true;
     Way way = Way::kWhole;
+    bool packed = false;                       // sealed slices are sent as they lie, too
     std::unique_ptr<Conversion> conversion{};  // null: nothing is staged
     std::optional<transport::LinkId> peer{};
   };
@@ -174,11 +178,12 @@ class Core {
                                std::span<const Share> shares) const;
   Status make_grants(StreamGrant& grant, std::int64_t deadline_ns);
   Incoming incoming(const StreamGrant& grant, std::span<const std::int32_t> pages,
-                    std::int64_t deadline_ns) const;
+                    std::int64_t deadline_ns, bool tell_layers) const;
   Status check_open(const StreamGrant& grant, std::span<const std::int32_t> pages,
                     std::size_t share) const;
   Result<Outgoing> outgoing(const StreamGrant& grant, std::span<const std::int32_t> pages,
                             std::size_t share, std::int64_t now_ns);
+  Status check_packed(const StreamGrant& grant, const PageSet& set, Way way) const;
   Result<transport::LinkId> peer_for(const StreamGrant& grant);
   Result<transport::LinkId> connect(std::vector<std::string> addresses);
   void attach(std::uint64_t id, Outgoing& out, transport::LinkId link);

@@ -79,7 +79,7 @@ Result<StreamGrant> Core::describe(const RequestId& id, std::span<const std::int
 Result<std::vector<std::byte>> Core::grant(const RequestId& id, std::span<const std::int32_t> pages,
                                            std::int64_t first_token, std::int64_t num_tokens,
                                            std::int64_t now_ns, std::int64_t deadline_ns,
-                                           std::span<const Share> shares) {
+                                           std::span<const Share> shares, bool tell_layers) {
   if (closed_) return Error{ErrorCode::kCancelled, "the endpoint is closed"};
   KVCORE_RETURN_IF_ERROR(check_pages(pages));
   if (incoming_.contains(id)) {
@@ -100,7 +100,7 @@ Result<std::vector<std::byte>> Core::grant(const RequestId& id, std::span<const 
   }
   for (std::size_t share = 0; share < g.shares.size(); ++share)
     by_grant_.emplace(g.shares[share].grant.id, std::pair(id, share));
-  incoming_.emplace(id, incoming(g, pages, deadline_ns));
+  incoming_.emplace(id, incoming(g, pages, deadline_ns, tell_layers));
   return g.encode();
 }
 
@@ -120,17 +120,17 @@ Status Core::make_grants(StreamGrant& g, std::int64_t deadline_ns) {
 }
 
 Core::Incoming Core::incoming(const StreamGrant& g, std::span<const std::int32_t> pages,
-                              std::int64_t deadline_ns) const {
+                              std::int64_t deadline_ns, bool tell_layers) const {
   std::vector<Receiver::ShareOf> machines;
   std::vector<IncomingShare> shares;
   for (std::size_t share = 0; share < g.shares.size(); ++share) {
-    machines.push_back({g.shape(share), g.shares[share].grant});
     IncomingShare in;
     in.place = g.placement(share);
     in.layer_begin = g.shares[share].share.layers.begin - g.layer_begin;
+    machines.push_back({g.shape(share), g.shares[share].grant, in.layer_begin});
     shares.push_back(std::move(in));
   }
-  return Incoming{Receiver(g.request_id, std::move(machines), g.host, deadline_ns),
+  return Incoming{Receiver(g.request_id, std::move(machines), g.host, deadline_ns, tell_layers),
                   {pages.begin(), pages.end()},
                   g.with_headers(),
                   g.class_number,

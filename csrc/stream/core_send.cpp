@@ -42,13 +42,32 @@ Status Core::check_open(const StreamGrant& g, std::span<const std::int32_t> page
   return {};
 }
 
+// Compressed pages travel as they lie, into compressed pages of an equal class.
+Status Core::check_packed(const StreamGrant& g, const PageSet& set, Way way) const {
+  if (set.class_number == 0) return {};
+  KVCORE_ASSIGN_OR_RETURN(const pages::PageClass mine, pool_->page_class(set.class_number));
+  const auto formats = mine.formats();
+  if (!g.formats.empty() &&
+      (way != Way::kWhole ||
+       !std::equal(formats.begin(), formats.end(), g.formats.begin(), g.formats.end()))) {
+    return Error{
+        ErrorCode::kUnsupported,
+        text("pages: those of class ", set.class_number, " are compressed, and the ",
+             "receiver's are not alike; allowed: equal page size, layout, layers, KV heads ",
+             "and formats of both sides, or open pages")};
+  }
+  for (std::size_t slot = 0; slot < set.sealed.size(); ++slot) {
+    if (!set.sealed[slot] || (slot < g.pages.size() && g.pages[slot].sealed)) continue;
+    return Error{ErrorCode::kUnsupported,
+                 text("pages: page ", slot, " of the list is compressed (class ", set.class_number,
+                      "), the receiver's is open; allowed: compressed into compressed, or open")};
+  }
+  return {};
+}
+
 Result<Core::Outgoing> Core::outgoing(const StreamGrant& g, std::span<const std::int32_t> pages,
                                       std::size_t share, std::int64_t now_ns) {
   KVCORE_ASSIGN_OR_RETURN(PageSet set, page_set(pages));
-  if (set.class_number != 0) {
-    return Error{ErrorCode::kUnsupported, text("pages: some are compressed (class ",
-                                               set.class_number, "), open pages travel")};
-  }
   const Share& wanted = g.shares[share].share;
   const bool sums = options_.checksums != Checksums::kOff;
   Outgoing out{Sender(g.request_id, g.shape(share), g.shares[share].grant, local_host_id(),
@@ -59,7 +78,13 @@ Result<Core::Outgoing> Core::outgoing(const StreamGrant& g, std::span<const std:
                nullptr,
                g.with_headers(),
                way_of(side(), g.side(), wanted, g.with_headers())};
-  out.local = {.offsets = set.offsets, .layer_stride_bytes = set.layer_stride_bytes};
+  KVCORE_RETURN_IF_ERROR(check_packed(g, set, out.way));
+  Placement source{.offsets = set.offsets, .layer_stride_bytes = set.layer_stride_bytes};
+  if (set.class_number != 0) {
+    source.sealed = set.sealed;
+    source.sealed_layers = out.remote.sealed_layers;
+  }
+  out.local = source;
   if (out.way == Way::kHeads) {
     const std::int64_t skip =
         (wanted.layers.begin - options_.layer_begin) * set.layer_stride_bytes +
@@ -67,9 +92,12 @@ Result<Core::Outgoing> Core::outgoing(const StreamGrant& g, std::span<const std:
     for (std::int64_t& offset : out.local.offsets) offset += skip;
   }
   if (out.way != Way::kConvert && g.formats.empty()) return out;
+  // Under one number at both sides even the headers are alike.
+  out.packed = set.class_number != 0 && set.sealed == out.machine.shape().sealed &&
+               static_cast<std::uint32_t>(set.class_number) == g.class_number;
+  if (out.packed) return out;
   out.conversion = std::make_unique<Conversion>(
-      g, share, side(), pool_->spec(),
-      SourcePages{pool_->view().arena, std::move(set.offsets), set.layer_stride_bytes}, sums);
+      g, share, side(), pool_->spec(), SourcePages{pool_->view().arena, std::move(source)}, sums);
   if (out.conversion->largest_slice_bytes() > options_.staging_bytes) {
     return Error{ErrorCode::kUnsupported,
                  text("grant: slices of ", out.conversion->largest_slice_bytes(),
@@ -128,7 +156,8 @@ bool Core::post_one(std::uint64_t id, Peer& peer) {
 void Core::post(std::uint64_t id, Peer& peer, const SliceRun& run) {
   Outgoing& out = outgoing_.at(id);
   const Shape& shape = out.machine.shape();
-  const bool staged = out.way == Way::kConvert || shape.is_sealed(run.first);
+  const bool sealed = shape.is_sealed(run.first);
+  const bool staged = out.way == Way::kConvert || (sealed && !out.packed);
   Posted posted{id};
   std::vector<transport::Segment> segments;
   Status ready;
@@ -138,7 +167,7 @@ void Core::post(std::uint64_t id, Peer& peer, const SliceRun& run) {
                                  : Error{ErrorCode::kInternal, "staging memory was there before"};
     segments = staged_segments(run, shape, posted.staged_at, out.remote);
   } else {
-    if (out.way == Way::kWhole) stamper_.stamp(out.pages, out.local, shape, run);
+    if (out.way == Way::kWhole && !sealed) stamper_.stamp(out.pages, out.local, shape, run);
     segments = segments_of(run, shape, out.local, out.remote);
   }
   const transport::RegionId region = staged ? staging_->region() : region_;

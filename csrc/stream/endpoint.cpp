@@ -65,10 +65,11 @@ Result<T> Endpoint::call(std::function<Result<T>(Core&)> f) {
 
 Result<std::vector<std::byte>> Endpoint::grant(const RequestId& id, std::vector<std::int32_t> pages,
                                                std::int64_t first_token, std::int64_t num_tokens,
-                                               std::int64_t deadline_ns,
-                                               std::vector<Share> shares) {
+                                               std::int64_t deadline_ns, std::vector<Share> shares,
+                                               bool tell_layers) {
   return call<std::vector<std::byte>>([&](Core& core) {
-    return core.grant(id, pages, first_token, num_tokens, transport::now_ns(), deadline_ns, shares);
+    return core.grant(id, pages, first_token, num_tokens, transport::now_ns(), deadline_ns, shares,
+                      tell_layers);
   });
 }
 

@@ -32,7 +32,8 @@ class Endpoint {
 
   Result<std::vector<std::byte>> grant(const RequestId& id, std::vector<std::int32_t> pages,
                                        std::int64_t first_token, std::int64_t num_tokens,
-                                       std::int64_t deadline_ns, std::vector<Share> shares = {});
+                                       std::int64_t deadline_ns, std::vector<Share> shares = {},
+                                       bool tell_layers = false);
   Result<std::shared_ptr<SendPort>> open(std::vector<std::byte> grant,
                                          std::vector<std::int32_t> pages, std::size_t share = 0);
   Result<bool> release(const RequestId& id);

@@ -8,15 +8,20 @@
 namespace kvcore::stream {
 
 Receiver::Receiver(const RequestId& id, std::vector<ShareOf> shares, HostId host,
-                   std::int64_t deadline_ns)
-    : id_(id), host_(host), deadline_ns_(deadline_ns) {
+                   std::int64_t deadline_ns, bool tell_layers)
+    : id_(id), host_(host), deadline_ns_(deadline_ns), tell_layers_(tell_layers) {
   std::int32_t layers = 0;
   for (ShareOf& s : shares) {
-    Incoming in{std::move(s.shape), s.grant};
+    Incoming in{std::move(s.shape), s.grant, s.layer_begin};
     in.arrived.resize(static_cast<std::size_t>(in.shape.num_slices()));
     in.layer_arrived.resize(static_cast<std::size_t>(in.shape.num_layers));
     stats_.kv_bytes += in.shape.kv_bytes();
     layers = std::max(layers, in.shape.num_layers);
+    const auto begin = static_cast<std::size_t>(in.layer_begin);
+    const std::size_t end = begin + static_cast<std::size_t>(in.shape.num_layers);
+    if (layer_missing_.size() < end) layer_missing_.resize(end);
+    for (std::size_t layer = begin; layer < end; ++layer)
+      layer_missing_[layer] += in.shape.num_slots;
     shares_.push_back(std::move(in));
   }
   stats_.num_layers = layers;
@@ -99,6 +104,10 @@ void Receiver::count(Incoming& in, const SliceRun& run, std::int64_t at_ns) {
   }
   if (fresh == 0) return;
   in.layer_arrived[static_cast<std::size_t>(run.layer)] += fresh;
+  const std::int32_t own = in.layer_begin + run.layer;
+  auto& missing = layer_missing_[static_cast<std::size_t>(own)];
+  missing -= fresh;
+  if (missing == 0 && tell_layers_) actions_.push_back(LayerArrived{own});
   in.num_arrived += fresh;
   in.bytes += bytes;
   log_.push_back({at_ns, bytes});

@@ -59,6 +59,9 @@ class Receiver {
     transport::LinkId link;
     StreamMessage message;
   };
+  struct LayerArrived {  // all of this layer, of every share, is in place
+    std::int32_t layer;  // of the receiver's pages
+  };
   struct Fence {};  // revoke the transport's grants, then drop the io refs
   struct Complete {
     std::vector<std::byte> payload;
@@ -68,14 +71,17 @@ class Receiver {
     Error error;
     StreamStats stats;
   };
-  using Action = std::variant<Send, Fence, Complete, Failed>;
+  using Action = std::variant<Send, LayerArrived, Fence, Complete, Failed>;
 
   struct ShareOf {  // what one sender gives
     Shape shape;
     transport::GrantRef grant;
+    std::int32_t layer_begin = 0;  // of the receiver's pages: the shape's layer 0
   };
 
-  Receiver(const RequestId& id, std::vector<ShareOf> shares, HostId host, std::int64_t deadline_ns);
+  // tell_layers: LayerArrived, once for each layer, before Complete.
+  Receiver(const RequestId& id, std::vector<ShareOf> shares, HostId host, std::int64_t deadline_ns,
+           bool tell_layers = false);
 
   void on_open(transport::LinkId link, const StreamMessage& open, const std::string& transport);
   // share: index. at_ns: when the bytes were in place. status: of the transport and of the check of
@@ -105,6 +111,7 @@ class Receiver {
   struct Incoming {
     Shape shape;
     transport::GrantRef grant;
+    std::int32_t layer_begin = 0;
     std::optional<transport::LinkId> link{};
     std::vector<bool> arrived{};                // [num_layers * num_slots]
     std::vector<std::int32_t> layer_arrived{};  // [num_layers], slots
@@ -126,8 +133,10 @@ class Receiver {
   const RequestId id_;
   const HostId host_;
   const std::int64_t deadline_ns_;
+  const bool tell_layers_;
   State state_ = State::kGranted;
   std::vector<Incoming> shares_;
+  std::vector<std::int64_t> layer_missing_;  // [layers of the pages]: slices of all shares
   struct Landed {
     std::int64_t at_ns, bytes;
   };

@@ -41,7 +41,7 @@ void Sender::publish(const SliceRun& run) {
   } else {
     queue_.push_back(run);
   }
-  queued_slices_ += run.count;
+  queued_bytes_ += shape_.bytes_of(run);
 }
 
 void Sender::mark(std::int64_t at_ns) {
@@ -80,8 +80,11 @@ std::optional<SliceRun> Sender::next_write() {
   SliceRun& front = queue_.front();
   const std::int64_t room = limits_.max_inflight_bytes - inflight_bytes_;
   if (inflight_bytes_ > 0 && room < shape_.bytes_of(front.layer, front.first)) return std::nullopt;
+  const std::int64_t share = std::max(kLeastWriteBytes, queued_bytes_ / kShareOfQueue);
   SliceRun out = front;
-  out.count = static_cast<std::int32_t>(take_slots(front, std::min(room, limits_.max_write_bytes)));
+  out.count = static_cast<std::int32_t>(
+      take_slots(front, std::min({room, limits_.max_write_bytes, share})));
+  queued_bytes_ -= shape_.bytes_of(out);
   front.first += out.count;
   front.count -= out.count;
   if (front.count == 0) queue_.pop_front();
@@ -162,6 +165,7 @@ void Sender::end(State state, Status status) {
   state_ = state;
   status_ = status;
   queue_.clear();
+  queued_bytes_ = 0;
   commit_.reset();
   if (state == State::kFailed) {
     for (const auto& [op, bytes] : inflight_) actions_.push_back(CancelWrite{op});

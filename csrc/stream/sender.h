@@ -30,8 +30,15 @@ inline constexpr std::int64_t kReasonGraceNs = 200'000'000;
 
 struct SenderLimits {
   std::int64_t max_inflight_bytes = std::int64_t{16} << 20;  // of one hand-over
-  std::int64_t max_write_bytes = std::int64_t{1} << 20;      // of one write; at least one slice
+  // Of one write; at least one slice. Where little waits writes are smaller (kShareOfQueue).
+  std::int64_t max_write_bytes = std::int64_t{1} << 20;
 };
+
+// A write takes at most this share of what waits: while the link keeps pace with the prefill, most
+// of a layer's chunk has arrived and is counted before the last of it leaves; a backlog goes in
+// large writes.
+inline constexpr std::int64_t kShareOfQueue = 8;
+inline constexpr std::int64_t kLeastWriteBytes = std::int64_t{64} << 10;
 
 class Sender {
  public:
@@ -107,7 +114,7 @@ class Sender {
   std::map<transport::OpId, std::int64_t> inflight_;  // bytes of each posted write
   std::int64_t inflight_bytes_ = 0;
   std::int64_t acked_bytes_ = 0;
-  std::int64_t queued_slices_ = 0;
+  std::int64_t queued_bytes_ = 0;  // of queue_
   std::int64_t posted_slices_ = 0;
   std::optional<Error> revoked_;           // the grant is gone; the receiver's message says why
   std::optional<StreamMessage> farewell_;  // abort before up: the receiver is told when up

@@ -31,6 +31,14 @@
 //            in the queue.
 // Time       Nanoseconds of the transport's clock, CLOCK_MONOTONIC unless another was injected
 //            (now_ns()); deadlines and expiries are absolute, 0 = none.
+// Lending    shm and loopback: a peer may read sealed bytes where they lie (Link::borrow),
+// read-only
+//            and without a copy. The lender leaves them as they are from Borrowed until Returned;
+//            the lease ends when it is given back, with the borrower's close(), when the borrower's
+//            process has ended, and with the expiry of the grant. A link that breaks ends none.
+//            What was read is good if it was read before give_back and, on now_ns(), before
+//            Borrowed::expires_ns. The lender's death changes nothing: its memory lives on with
+//            Borrowed::keep.
 // Units      bytes, nanoseconds, bytes per second.
 #pragma once
 
@@ -54,6 +62,7 @@ namespace kvcore::transport {
 enum class RegionId : std::uint32_t {};  // of one Transport, never reused
 enum class LinkId : std::uint64_t {};    // of one Transport, never reused
 enum class OpId : std::uint64_t {};      // of one Link, never reused, counts from 1
+enum class LeaseId : std::uint64_t {};   // of one Link and the side that borrows, never reused
 
 // CLOCK_MONOTONIC in nanoseconds: the clock of every deadline, expiry and timestamp here.
 std::int64_t now_ns() noexcept;
@@ -161,13 +170,29 @@ struct Message {  // a peer's send
 struct Fenced {  // follows a revoke_grant that returned kPending, at the latest within close()
   GrantRef grant;
 };
-struct Down {  // last event of a link; every pending operation has its Completion before it
+struct Borrowed {  // exactly one per posted borrow
+  LinkId link;
+  OpId op;
+  LeaseId lease;                                  // for give_back
+  std::vector<std::span<const std::byte>> spans;  // one per range, when ok
+  std::shared_ptr<const void> keep;               // the mapping; outlives link, transport, lender
+  std::int64_t expires_ns;                        // 0 = never
+  Status status;  // as a Completion's; Unsupported: memory that cannot be lent
+};
+struct Returned {  // to the lender: a lease has ended
+  LinkId link;     // which may be down by now
+  GrantRef grant;
+  LeaseId lease;
+  Status status;  // ok; Timeout: it expired, what the borrower still reads is not good any more;
+                  // Cancelled: this transport was closed, the borrower may be reading
+};
+struct Down {  // last event of a link but for Returned; every pending operation has ended before it
   LinkId link;
   Status status;  // ok: closed in order by the peer; Cancelled: closed by this side; PeerDead:
                   // process or connection gone; PeerHung: silent for keepalive_ns; Unsupported: it
                   // serves another model; Unauthenticated; TransportError
 };
-using Event = std::variant<Up, Completion, Arrival, Message, Fenced, Down>;
+using Event = std::variant<Up, Completion, Arrival, Message, Fenced, Borrowed, Returned, Down>;
 
 using Digest = std::array<std::byte, 32>;  // all zero = none
 
@@ -216,8 +241,15 @@ class Link {
   // One-sided: bytes of the peer's grant (rights kRead) into our region; the peer gets no event.
   virtual Result<OpId> read(RegionId local, std::span<const Segment> segments, GrantRef grant,
                             const OpOptions& options = {}) = 0;
-  // Its Completion follows: Cancelled, or the result that was already on its way. Unknown ids are
-  // ignored. On shm a peer that is just copying is waited for (its stop, or its death).
+  // Ranges of the peer's grant (rights kRead, a region with a memfd), to be read where they lie:
+  // Borrowed follows. Not ordered with what else was posted. Unsupported: tcp and rdma links.
+  virtual Result<OpId> borrow(GrantRef grant, std::span<const Range> ranges,
+                              std::int64_t deadline_ns = 0) = 0;
+  // Ends a lease: nothing of it is read any more. Unknown and ended leases are ignored.
+  virtual void give_back(LeaseId lease) = 0;
+  // Its Completion (Borrowed) follows: Cancelled, or the result that was already on its way.
+  // Unknown ids are ignored. On shm a peer that is just copying is waited for (its stop, or its
+  // death).
   virtual void cancel(OpId op) = 0;
   // Token bucket for payload this side sends or, on shm, lets the peer pull; 0 = unlimited.
   virtual void set_pacing(std::uint64_t bytes_per_second) = 0;
@@ -234,7 +266,9 @@ class Link {
 // the pace.
 struct Credits {
   std::uint64_t per_link_bytes = 8UL * 1024 * 1024;
-  std::uint64_t total_bytes = 64UL * 1024 * 1024;  // over all links, in equal shares
+  // Over all links, in equal shares: one that comes later gets its own as others give theirs back,
+  // and has 64 KiB at least.
+  std::uint64_t total_bytes = 64UL * 1024 * 1024;
 };
 
 // Of links with "rdma:" addresses.
@@ -290,7 +324,8 @@ class Transport {
   // peer: the identity that alone may use the grant (to others it is Stale), empty = any peer.
   virtual Result<Grant> create_grant(RegionId region, std::span<const Range> ranges, Rights rights,
                                      std::int64_t expires_ns = 0, std::string_view peer = {}) = 0;
-  // The fence (see above). Unknown or already revoked grants: nothing to do, kDone.
+  // The fence (see above); kPending while ranges of it are lent. Unknown or already revoked grants:
+  // nothing to do, kDone.
   virtual Fence revoke_grant(GrantRef grant) = 0;
 
   // Returns the address with the port filled in. InvalidArgument: a tcp address that is not

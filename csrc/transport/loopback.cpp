@@ -1,5 +1,7 @@
 #include "transport/loopback.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -11,6 +13,8 @@
 #include "transport/core/event_queue.h"
 #include "transport/core/grants.h"
 #include "transport/core/hello.h"
+#include "transport/core/leases.h"
+#include "transport/core/remote_region.h"
 
 namespace kvcore::transport {
 namespace {
@@ -18,7 +22,7 @@ namespace {
 class LoopbackTransport;
 
 struct Op {
-  enum class Kind : std::uint8_t { kSend, kWrite, kRead } kind = Kind::kSend;
+  enum class Kind : std::uint8_t { kSend, kWrite, kRead, kBorrow } kind = Kind::kSend;
   RegionId region{};
   std::vector<Segment> segments;
   GrantRef grant;
@@ -27,6 +31,7 @@ struct Op {
   std::int64_t deadline_ns = 0;
   bool notify = true;
   bool is_read() const { return kind == Kind::kRead; }
+  bool pins() const { return kind == Kind::kWrite || kind == Kind::kRead; }
 };
 
 // One end of a link; all fields are guarded by the hub's lock.
@@ -41,10 +46,10 @@ struct End {
 };
 
 struct Action {
-  enum class Kind : std::uint8_t { kMessage, kOp, kFence } kind;
+  enum class Kind : std::uint8_t { kMessage, kOp, kGiveBack, kFence } kind;
   std::weak_ptr<End> from;  // but for kFence
   Priority priority;
-  std::uint64_t op = 0;  // kMessage: 0 = nobody waits for its completion
+  std::uint64_t op = 0;  // kMessage: 0 = nobody waits for its completion; kGiveBack: the lease
   std::vector<std::byte> message{};
   LoopbackTransport* owner = nullptr;  // kFence
   GrantRef grant{};
@@ -83,6 +88,7 @@ class Hub final : public LoopbackHub, public std::enable_shared_from_this<Hub> {
   void run_fence(const Action& action);
   Status move_bytes(End& from, End& to, const Op& op, const LoopbackFault* fault);
   void finish(End& from, End& to, std::uint64_t id, Status status);
+  void lend(End& from, const End& to, std::uint64_t id);
 
   const Clock* const clock_;
   bool manual_ = false, late_fences_ = false;
@@ -106,6 +112,13 @@ class LoopbackLink final : public Link {
   Result<OpId> read(RegionId local, std::span<const Segment> segments, GrantRef grant,
                     const OpOptions& options) override {
     return post(Op::Kind::kRead, local, segments, grant, 0, options);
+  }
+  Result<OpId> borrow(GrantRef grant, std::span<const Range> ranges,
+                      std::int64_t deadline_ns) override;
+  void give_back(LeaseId lease) override {
+    const std::lock_guard lock(hub_->mu);
+    hub_->enqueue(Action{Action::Kind::kGiveBack, end_, Priority::kStream,
+                         static_cast<std::uint64_t>(lease)});
   }
   void cancel(OpId op) override {
     const std::lock_guard lock(hub_->mu);
@@ -131,9 +144,7 @@ class LoopbackLink final : public Link {
 class LoopbackTransport final : public Transport {
  public:
   LoopbackTransport(std::shared_ptr<Hub> hub, TransportOptions options)
-      : hub_(std::move(hub)),
-        options_(std::move(options)),
-        grants_(options_.random) {
+      : hub_(std::move(hub)), options_(std::move(options)), grants_(options_.random) {
     grants_.set_on_revoke([this](GrantRef grant) { return hub_->on_revoke(this, grant); });
   }
   ~LoopbackTransport() override { close(); }
@@ -163,6 +174,7 @@ class LoopbackTransport final : public Transport {
   TransportOptions options_;
   EventQueue events_;
   GrantTable grants_;
+  Leases leases_{&grants_, &events_};
   std::map<std::uint64_t, std::shared_ptr<End>> ends_;
   std::uint64_t next_link_ = 1;
   bool closed_ = false;
@@ -243,8 +255,7 @@ Fence Hub::on_revoke(LoopbackTransport* owner, GrantRef grant) {
 }
 
 void Hub::run_fence(const Action& action) {
-  action.owner->grants_.fenced(action.grant);
-  action.owner->events_.push(Fenced{action.grant});
+  if (action.owner->grants_.fenced(action.grant)) action.owner->events_.push(Fenced{action.grant});
 }
 
 void Hub::flush_fences(LoopbackTransport* owner) {
@@ -270,6 +281,8 @@ void Hub::run_action(Action& action, const LoopbackFault* fault) {
     take_down(*from, dead, dead);
     return;
   }
+  if (action.kind == Action::Kind::kGiveBack)
+    return to->transport->leases_.give_back(to->id, action.op);
   if (action.kind == Action::Kind::kMessage) {
     if (action.op != 0 && !from->ops.contains(action.op)) return;  // taken back
     const std::uint64_t bytes = action.message.size();
@@ -280,7 +293,31 @@ void Hub::run_action(Action& action, const LoopbackFault* fault) {
   }
   const auto it = from->ops.find(action.op);
   if (it == from->ops.end()) return;  // cancelled or expired meanwhile
+  if (it->second.kind == Op::Kind::kBorrow) return lend(*from, *to, action.op);
   finish(*from, *to, action.op, move_bytes(*from, *to, it->second, fault));
+}
+
+void Hub::lend(End& from, const End& to, std::uint64_t id) {
+  const Op& op = from.ops.at(id);
+  LoopbackTransport& lender = *to.transport;
+  std::vector<Range> ranges;
+  for (const Segment& s : op.segments) ranges.push_back({s.remote_offset, s.bytes});
+  static const auto this_process = std::make_shared<const PeerProcess>(UniqueFd());
+  const Leases::Borrower borrower{to.id, from.transport->options_.identity, this_process, nullptr,
+                                  0};
+  const auto lent = lender.leases_.lend(borrower, id, op.grant, ranges, now());
+  if (!lent) return complete(from, id, lent.error(), 0);
+  const RegionView view = *lender.grants_.region(lent->region);
+  const auto mapping =
+      RemoteRegion::make(UniqueFd(::fcntl(view.fd, F_DUPFD_CLOEXEC, 0)), view.bytes);
+  if (!mapping) {
+    lender.leases_.give_back(to.id, id);
+    return complete(from, id, mapping.error(), 0);
+  }
+  Borrowed out{from.id, OpId{id}, LeaseId{id}, {}, *mapping, lent->expires_ns, {}};
+  for (const Range& r : ranges) out.spans.emplace_back((*mapping)->data() + r.offset, r.bytes);
+  from.ops.erase(id);
+  from.transport->events_.push(std::move(out));
 }
 
 Status Hub::move_bytes(End& from, End& to, const Op& op, const LoopbackFault* fault) {
@@ -333,8 +370,12 @@ void Hub::finish(End& from, End& to, std::uint64_t id, Status status) {
 void Hub::complete(End& end, std::uint64_t op, Status status, std::uint64_t bytes) {
   const auto it = end.ops.find(op);
   if (it == end.ops.end()) return;
-  if (it->second.kind != Op::Kind::kSend) end.transport->grants_.unpin(it->second.region);
+  if (it->second.pins()) end.transport->grants_.unpin(it->second.region);
+  const bool borrows = it->second.kind == Op::Kind::kBorrow;
   end.ops.erase(it);
+  if (borrows)
+    return end.transport->events_.push(
+        Borrowed{end.id, OpId{op}, {}, {}, {}, 0, std::move(status)});
   end.transport->events_.push(Completion{end.id, OpId{op}, std::move(status), bytes});
 }
 
@@ -342,6 +383,7 @@ void Hub::take_down(End& end, Status own, Status peers) {
   if (!end.open) return;
   end.open = false;
   end.info.up = false;
+  end.transport->leases_.link_ended(end.id, own.ok());
   const Error pending =
       own.ok() ? Error{ErrorCode::kPeerDead, "the peer closed the link"} : own.error();
   while (!end.ops.empty()) complete(end, end.ops.begin()->first, pending, 0);
@@ -366,6 +408,7 @@ void Hub::flush_messages(const End& from) {
 void Hub::expire() {
   const std::lock_guard lock(mu);
   for (auto& [name, transport] : names) {
+    transport->leases_.work(now());
     for (auto& [id, end] : transport->ends_) {
       std::vector<std::uint64_t> late;
       for (auto& [op_id, op] : end->ops)
@@ -428,6 +471,18 @@ Result<OpId> LoopbackLink::post(Op::Kind kind, RegionId local, std::span<const S
   const std::uint64_t id = end_->next_op++;
   end_->ops.emplace(id, std::move(op));
   hub_->enqueue(Action{Action::Kind::kOp, end_, options.priority, id});
+  return OpId{id};
+}
+
+Result<OpId> LoopbackLink::borrow(GrantRef grant, std::span<const Range> ranges,
+                                  std::int64_t deadline_ns) {
+  const std::lock_guard lock(hub_->mu);
+  KVCORE_RETURN_IF_ERROR(check_open(true));
+  KVCORE_ASSIGN_OR_RETURN(auto segments, segments_to_borrow(ranges));
+  Op op{Op::Kind::kBorrow, {}, std::move(segments), grant, 0, 0, deadline_ns};
+  const std::uint64_t id = end_->next_op++;
+  end_->ops.emplace(id, std::move(op));
+  hub_->enqueue(Action{Action::Kind::kOp, end_, Priority::kStream, id});
   return OpId{id};
 }
 
@@ -506,6 +561,7 @@ void LoopbackTransport::close() {
     hub_->take_down(*end, closed, {});
   }
   hub_->flush_fences(this);
+  leases_.close();
   std::erase_if(hub_->names, [&](const auto& entry) { return entry.second == this; });
 }
 

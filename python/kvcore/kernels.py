@@ -121,6 +121,8 @@ class TensorPages:
             float16 or bfloat16; only head_dim has to be contiguous. A view of a tensor with another
             order of dimensions does as well.
         order: "NHD" or "HND".
+        writable: False for memory that is only to be read, such as what a peer lends
+            (:meth:`kvcore.transport.Link.borrow`): appends are refused then.
 
     ``block`` is 16, 32, 64 or 128. :class:`AttentionPlan` takes it in place of a pool; page ids of
     its block table are block numbers. Blocks are packed on the way to the kernels, which costs
@@ -131,12 +133,12 @@ class TensorPages:
         Unsupported: K and V blocks of a layer lie at different distances.
     """
 
-    def __init__(self, caches: Sequence[Any], order: str = "NHD") -> None:
+    def __init__(self, caches: Sequence[Any], order: str = "NHD", *, writable: bool = True) -> None:
         if order not in ("NHD", "HND"):
             raise InvalidArgument(f"order={order!r} is unknown: allowed 'NHD', 'HND'")
         if len(caches) == 0:
             raise InvalidArgument("caches is empty: expected one entry per layer")
-        parts = [_kv_parts(f"caches[{i}]", cache) for i, cache in enumerate(caches)]
+        parts = [_kv_parts(f"caches[{i}]", cache, writable) for i, cache in enumerate(caches)]
         first, last = parts[0]
         heads_at, tokens_at = (2, 1) if order == "NHD" else (1, 2)
         for i, (k, v) in enumerate(parts):
@@ -161,6 +163,7 @@ class TensorPages:
             )
 
         self.caches = list(caches)  # whose memory this is
+        self.writable = writable
         self.spec = TensorSpec(
             len(parts),
             first.shape[heads_at],
@@ -188,14 +191,14 @@ class TensorPages:
         return self._pages.view_address
 
 
-def _kv_parts(field: str, cache: Any) -> tuple[_Tensor, _Tensor]:
+def _kv_parts(field: str, cache: Any, write: bool) -> tuple[_Tensor, _Tensor]:
     """K and V of one layer, each [num_blocks, x, y, head_dim]."""
     if isinstance(cache, tuple | list):
         if len(cache) != 2:
             raise InvalidArgument(f"{field} has {len(cache)} entries: expected (k, v)")
-        k, v = (_describe(f"{field}[{i}]", part, write=True) for i, part in enumerate(cache))
+        k, v = (_describe(f"{field}[{i}]", part, write=write) for i, part in enumerate(cache))
     else:
-        t = _describe(field, cache, write=True)
+        t = _describe(field, cache, write=write)
         if len(t.shape) != 5 or t.shape[1] != 2:
             raise InvalidArgument(
                 f"{field} has shape {list(t.shape)}: expected [num_blocks, 2, ., ., head_dim]"
@@ -276,6 +279,8 @@ class AttentionPlan(_core.kernels.AttentionPlan):
             v: [tokens, num_kv_heads, head_dim_v], same dtype as k; not read, and may be None, where
                 pages are latent (:class:`kvcore.pages.PageSpec`).
         """
+        if isinstance(self.pool, TensorPages) and not self.pool.writable:
+            raise InvalidArgument("pages with writable=False cannot be appended to")
         self.append_ptr(layer, *_kv_rows(self.pool, self.num_tokens, k, v))
 
     def attend(

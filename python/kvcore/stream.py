@@ -247,6 +247,7 @@ class Endpoint(_core.stream.Endpoint):
         first_token: int = 0,
         deadline_s: float = 60.0,
         shares: Sequence[tuple[int, int, int, int]] = (),
+        tell_layers: bool = False,
     ) -> bytes:
         """Lets senders write these pages. They hold io refs until the hand-over has ended.
 
@@ -260,12 +261,13 @@ class Endpoint(_core.stream.Endpoint):
             deadline_s: seconds from now; then the hand-over fails with Timeout.
             shares: what each of several senders gives (:class:`Share`), together all that this pool
                 holds; empty: one sender gives all. Complete: every share is, and committed.
+            tell_layers: an event for each layer that is in place, before the hand-over is complete.
 
         Returns:
             The grant for :meth:`open` on the prefill side. Who holds it may write these pages.
         """
         return super().grant(
-            request_id, list(pages), num_tokens, first_token, deadline_s, list(shares)
+            request_id, list(pages), num_tokens, first_token, deadline_s, list(shares), tell_layers
         )
 
     def open(self, grant: bytes, pages: Sequence[int], share: int = 0) -> Sender:
@@ -275,6 +277,10 @@ class Endpoint(_core.stream.Endpoint):
             pages: this side's page ids from the one with the grant's first token to the one with
                 its last, in order. They need not be computed yet; each is published when it is.
             share: which of the grant's shares this side gives.
+
+        Compressed pages go into the receiver's compressed ones of an equal class as they are; open
+        ones are encoded on the way. Where a value cannot be encoded (it is not finite) the
+        hand-over fails with Unsupported: it can be granted again, to open pages.
 
         Raises:
             Corrupt: not a grant. Unsupported: KV that cannot become the receiver's (names the
@@ -296,13 +302,16 @@ class Endpoint(_core.stream.Endpoint):
 
         Each is one of::
 
+            ("layer", request_id, layer: int)                      # granted with tell_layers
             ("complete", request_id, payload: bytes, StreamStats)  # all slices and the commit came
             ("sent", request_id, StreamStats)                      # the receiver has everything
             ("failed", request_id, code, message)                  # of either side
 
-        ``code`` is the name of a class in ``kvcore.errors``. Each side gets exactly one event for a
-        hand-over, but none after ``release``. Once it is there the hand-over holds no refs (a
-        failed sender: as soon as its writes under way have ended).
+        ``code`` is the name of a class in ``kvcore.errors``. Each side gets exactly one end of a
+        hand-over, but nothing after ``release``. ``layer``: all KV of this layer of the pool is in
+        place and verified, so that its first attention can begin; layers come in any order, all
+        before ``complete``, which alone says that the request is whole. Once its end is there the
+        hand-over holds no refs (a failed sender: as soon as its writes under way have ended).
         """
         events: list[tuple[Any, ...]] = []
         waiting = self._poll()
@@ -316,6 +325,8 @@ class Endpoint(_core.stream.Endpoint):
                 events.append((kind, request_id, what, StreamStats(**stats)))
             elif kind == "sent":
                 events.append((kind, request_id, StreamStats(**stats)))
+            elif kind == "layer":
+                events.append((kind, request_id, what))
             else:
                 events.append((kind, request_id, what, message))
         return events

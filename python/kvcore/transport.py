@@ -23,12 +23,13 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kvcore import _core, errors
+from kvcore._operations import Arrival, Borrow, Borrowed, Op, Posted, Returned
 from kvcore.errors import InvalidArgument, Timeout
 
 __all__ = [
@@ -36,10 +37,13 @@ __all__ = [
     "PREFETCH",
     "STREAM",
     "Arrival",
+    "Borrow",
+    "Borrowed",
     "Grant",
     "Link",
     "Op",
     "Region",
+    "Returned",
     "Transport",
 ]
 
@@ -51,6 +55,7 @@ _SLICE_S = 0.02  # another thread may have taken the event this one waits for
 _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1033, 2, 4, 16
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Posted[Any])
 Segments = Iterable[tuple[int, int, int]] | Any  # or an int64 array [n, 3]
 
 
@@ -62,29 +67,37 @@ def _error(outcome: tuple[str | None, str]) -> errors.KvcoreError | None:
     return cls(message)
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A peer's write that has landed in one of our grants."""
-
-    grant: bytes
-    tag: int
-    bytes: int
-    at_ns: int
-    """When its last byte was in place, CLOCK_MONOTONIC of this host."""
-
-
 class Grant:
     """A right of peers on ranges of a region. ``token`` (16 bytes) is what the peer needs."""
 
     def __init__(self, transport: Transport, token: bytes) -> None:
         self._transport = transport
         self.token = token
+        self._returned: deque[Returned] = deque()
+        transport._grants[token] = self
 
-    def revoke(self) -> None:
-        """End it. When this returns no byte lands in the ranges any more. Idempotent."""
+    def revoke(self, timeout_s: float | None = None) -> None:
+        """End it. When this returns no byte lands in the ranges any more. Idempotent.
+
+        Waits while ranges of it are lent: give it an expiry where borrowers are not trusted to give
+        back. Raises: Timeout; then the ranges are still lent, and must be left alone.
+        """
         transport = self._transport
-        if transport._core.revoke_grant(self.token):  # the fence is still pending
-            transport._wait(lambda: transport._take_fenced(self.token), None, "fence")
+        if transport._core.revoke_grant(self.token):
+            transport._fences.add(self.token)
+        if self.token in transport._fences:
+            transport._wait(lambda: transport._take_fenced(self.token), timeout_s, "fence")
+
+    def returned(self, timeout_s: float | None = None) -> Returned:
+        """The next lease of it that has ended. Raises: Timeout."""
+        return self._transport._wait(self._next_returned, timeout_s, "lease")
+
+    async def returned_async(self, timeout_s: float | None = None) -> Returned:
+        """:meth:`returned` for asyncio."""
+        return await self._transport._wait_async(self._next_returned, timeout_s, "lease")
+
+    def _next_returned(self) -> Returned | None:
+        return self._returned.popleft() if self._returned else None
 
     def __enter__(self) -> Grant:
         return self
@@ -153,47 +166,13 @@ class Region:
         self._owner = self.data = None
 
 
-class Op:
-    """A write or read on its way. ``wait()`` or ``await`` gives the bytes moved, or raises."""
-
-    def __init__(self, link: Link, op: int) -> None:
-        self._link = link
-        self.id = op
-        self._result: tuple[errors.KvcoreError | None, int] | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended; its local memory is free then."""
-        self._link._transport._pump()
-        return self._result is not None
-
-    def cancel(self) -> None:
-        """Give it up; it still ends, with Cancelled or with the result that was on its way."""
-        self._link._core.cancel(self.id)
-
-    def _outcome(self) -> int | None:
-        if self._result is None:
-            return None
-        error, moved = self._result
-        if error is not None:
-            raise error
-        return moved
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Bytes moved. Raises: the operation's error; Timeout when it has not ended in time."""
-        return self._link._transport._wait(self._outcome, timeout_s, "operation")
-
-    def __await__(self) -> Generator[Any, None, int]:
-        return self._link._transport._wait_async(self._outcome, None, "operation").__await__()
-
-
 class Link:
     """One peer. Made by :meth:`Transport.connect` and :meth:`Transport.accept`."""
 
     def __init__(self, transport: Transport, core: _core.transport.Link) -> None:
         self._transport = transport
         self._core = core
-        self._ops: dict[int, Op] = {}
+        self._ops: dict[int, Posted[Any]] = {}
         self._messages: deque[bytes] = deque()
         self._arrivals: deque[Arrival | errors.KvcoreError] = deque()
         self._up = False
@@ -216,7 +195,7 @@ class Link:
         completion = completion or deadline_s is not None
         with self._transport._lock:
             number = self._core.send(message, priority, _deadline(deadline_s), completion)
-            return self._track(number) if completion else None
+            return self._track(Op(self, number)) if completion else None
 
     def write(
         self,
@@ -238,7 +217,7 @@ class Link:
         """
         args = (region.id, _table(segments), grant, tag, _deadline(deadline_s), priority, checksum)
         with self._transport._lock:
-            return self._track(self._core.write(*args))
+            return self._track(Op(self, self._core.write(*args)))
 
     def read(
         self,
@@ -252,11 +231,27 @@ class Link:
         """Read the peer's granted bytes into our region; arguments as :meth:`write`."""
         args = (region.id, _table(segments), grant, _deadline(deadline_s), priority)
         with self._transport._lock:
-            return self._track(self._core.read(*args))
+            return self._track(Op(self, self._core.read(*args)))
 
-    def _track(self, number: int) -> Op:
-        op = Op(self, number)
-        self._ops[number] = op
+    def borrow(
+        self,
+        grant: bytes,
+        ranges: Iterable[tuple[int, int]],
+        *,
+        deadline_s: float | None = None,
+    ) -> Borrow:
+        """Read (offset, bytes) ranges of the peer's region where they lie: shm, nothing is copied.
+
+        Args: grant: its token, with the right "r". deadline_s: seconds from now until the peer must
+        have answered. Raises: InvalidArgument, PeerDead, Unsupported (tcp, rdma); what goes wrong
+        later is raised by the operation.
+        """
+        with self._transport._lock:
+            number = self._core.borrow(grant, list(ranges), _deadline(deadline_s))
+            return self._track(Borrow(self, number))
+
+    def _track(self, op: P) -> P:
+        self._ops[op.id] = op
         return op
 
     def _next(self, queue: deque[T]) -> T | None:
@@ -334,6 +329,8 @@ class Transport:
     identity, role: at most 256 and 32 bytes told to peers. model_digest, layout_digest: 32 bytes or
     none, told to peers too; links between different models go down with Unsupported. keepalive_s:
     a peer silent this long is PeerHung (0 = never). pacing_bytes_per_s: first rate of each link.
+    credit_bytes_per_link, credit_bytes: what one peer, and all of them in equal shares, may have
+    under way towards here: payload that has not landed, messages and arrivals not polled.
     """
 
     def __init__(
@@ -347,6 +344,8 @@ class Transport:
         handshake_s: float = 2.0,
         keepalive_s: float = 2.0,
         pacing_bytes_per_s: int = 0,
+        credit_bytes_per_link: int = 8 << 20,
+        credit_bytes: int = 64 << 20,
     ) -> None:
         self._core = _core.transport.Transport(
             key,
@@ -357,8 +356,12 @@ class Transport:
             handshake_s,
             keepalive_s,
             pacing_bytes_per_s,
+            credit_bytes_per_link,
+            credit_bytes,
         )
+        self._fences: set[bytes] = set()  # that are waited for
         self._fenced: set[bytes] = set()
+        self._grants: weakref.WeakValueDictionary[bytes, Grant] = weakref.WeakValueDictionary()
         # Peers reach registered memory whether or not its Region is still referenced here.
         self._memory: dict[int, Any] = {}
         self._lock = threading.RLock()
@@ -446,6 +449,11 @@ class Transport:
         if kind == "fenced":
             self._fenced.add(event[2])
             return
+        if kind == "returned":
+            grant = self._grants.get(event[2])
+            if grant is not None:
+                grant._returned.append(Returned(event[2], event[3], _error(event[4])))
+            return
         link_or_none = self._links.get(link_id)
         if link_or_none is None:
             return
@@ -456,6 +464,12 @@ class Transport:
             op = link._ops.pop(event[2], None)
             if op is not None:
                 op._result = (_error(event[3]), event[4])
+        elif kind == "borrowed":
+            op = link._ops.pop(event[2], None)
+            if op is not None:
+                op._result = (_error(event[3]), Borrowed(link, *event[4:]))
+            else:
+                link._core.give_back(event[4])
         elif kind == "arrival":
             error = _error(event[6])
             link._arrivals.append(error or Arrival(event[2], event[3], event[4], event[5]))
@@ -469,6 +483,7 @@ class Transport:
         if token not in self._fenced:
             return None
         self._fenced.discard(token)
+        self._fences.discard(token)
         return True
 
     def _try(self, ready: Callable[[], T | None]) -> T | None:

@@ -23,7 +23,7 @@ constexpr std::uint64_t kRegionBytes = 64UL * 1024;
 constexpr Range kWritable[] = {{4096, 8192}, {16384, 4096}};
 constexpr Range kReadable{32768, 4096};
 constexpr Range kOwnTarget{49152, 8192};  // of our own reads
-constexpr std::string_view kLabel = "kvcore-link-3";
+constexpr std::string_view kLabel = "kvcore-link-4";
 
 enum class Step : std::uint8_t {
   kRaw,

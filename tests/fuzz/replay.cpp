@@ -1,15 +1,20 @@
-// Runs a target without libFuzzer: its seeds, the files of its corpus, and seeded mutations of all.
+// Runs a target without libFuzzer: its seeds, its kept inputs, and seeded mutations of all.
 //
-//   replay_<decoder> CORPUS_FOLDER [mutations of each input, default 200]
-//   replay_<decoder> --write-seeds FOLDER
+//   replay_<decoder> KEPT [mutations of each input, default 200]
+//   replay_<decoder> --unpack KEPT FOLDER      seeds and kept inputs as files, for libFuzzer
+//   replay_<decoder> --keep KEPT FOLDER        adds the files of the folder to what is kept
 //
+// KEPT is a text file: an input a line, its name and its bytes in hex, sorted by name.
 // An input that crashes is left behind as replay_<decoder>.crash.
 #include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
 
+#include <charconv>
 #include <filesystem>
 #include <fstream>
+#include <iomanip>
+#include <map>
 #include <random>
 #include <string>
 
@@ -20,6 +25,46 @@ namespace {
 
 namespace fs = std::filesystem;
 constexpr std::size_t kMaxInputBytes = 64UL * 1024;
+
+using Kept = std::map<std::string, Seed>;
+
+[[noreturn]] void refuse(const std::string& why) {
+  std::fprintf(stderr, "%s\n", why.c_str());
+  std::exit(2);
+}
+
+Kept read_kept(const fs::path& path) {
+  std::ifstream in(path);
+  if (!in) refuse("cannot read " + path.string());
+  Kept out;
+  std::string line;
+  while (std::getline(in, line)) {
+    const auto space = line.find(' ');
+    if (space == std::string::npos || (line.size() - space - 1) % 2 != 0)
+      refuse(path.string() + ": not a name and bytes in hex: " + line.substr(0, 80));
+    Seed bytes;
+    for (std::size_t at = space + 1; at < line.size(); at += 2) {
+      std::uint8_t value = 0;
+      const char* const begin = line.data() + at;
+      if (std::from_chars(begin, begin + 2, value, 16).ptr != begin + 2)
+        refuse(path.string() + ": not hex: " + line.substr(0, 80));
+      bytes.push_back(static_cast<std::byte>(value));
+    }
+    if (!out.emplace(line.substr(0, space), std::move(bytes)).second)
+      refuse(path.string() + ": twice: " + line.substr(0, space));
+  }
+  return out;
+}
+
+void write_kept(const fs::path& path, const Kept& kept) {
+  std::ofstream out(path);
+  for (const auto& [name, bytes] : kept) {
+    out << name << ' ' << std::hex << std::setfill('0');
+    for (const std::byte b : bytes) out << std::setw(2) << static_cast<int>(b);
+    out << '\n';
+  }
+  if (!out.flush()) refuse("cannot write " + path.string());
+}
 
 Seed read_file(const fs::path& path) {
   std::ifstream in(path, std::ios::binary);
@@ -32,10 +77,7 @@ void write_file(const fs::path& path, Input bytes) {
   std::ofstream out(path, std::ios::binary);
   out.write(reinterpret_cast<const char*>(bytes.data()),
             static_cast<std::streamsize>(bytes.size()));
-  if (!out.flush()) {
-    std::fprintf(stderr, "cannot write %s\n", path.c_str());
-    std::exit(2);
-  }
+  if (!out.flush()) refuse("cannot write " + path.string());
 }
 
 std::string crash_path;
@@ -95,17 +137,10 @@ Seed mutated(Seed input, const std::vector<Seed>& all, std::mt19937_64& rng) {
   return input;
 }
 
-int replay(const std::string& program, const fs::path& corpus, std::uint64_t mutations) {
+int replay(const std::string& program, const fs::path& path, std::uint64_t mutations) {
   std::vector<Seed> all = seeds();
-  if (!fs::is_directory(corpus)) {
-    std::fprintf(stderr, "%s is not a folder\n", corpus.c_str());
-    return 2;
-  }
-  std::vector<fs::path> files;
-  for (const auto& entry : fs::directory_iterator(corpus))
-    if (!entry.path().filename().string().starts_with('.')) files.push_back(entry.path());
-  std::ranges::sort(files);
-  for (const fs::path& file : files) all.push_back(read_file(file));
+  const Kept kept = read_kept(path);
+  for (const auto& [name, bytes] : kept) all.push_back(bytes);
   crash_path = program + ".crash";
   for (const int signal : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL}) ::signal(signal, keep_crash);
   std::mt19937_64 rng(1);
@@ -119,15 +154,25 @@ int replay(const std::string& program, const fs::path& corpus, std::uint64_t mut
     }
   }
   std::printf("%llu runs over %zu seeds and %zu kept inputs\n",
-              static_cast<unsigned long long>(runs), all.size() - files.size(), files.size());
+              static_cast<unsigned long long>(runs), all.size() - kept.size(), kept.size());
   return all.empty() ? 2 : 0;
 }
 
-int write_seeds(const fs::path& folder) {
+int unpack(const fs::path& path, const fs::path& folder) {
   fs::create_directories(folder);
+  for (const auto& [name, bytes] : read_kept(path)) write_file(folder / name, bytes);
   std::size_t number = 0;
   for (const Seed& seed : seeds()) write_file(folder / ("seed-" + std::to_string(number++)), seed);
   return number == 0 ? 2 : 0;
+}
+
+int keep(const fs::path& path, const fs::path& folder) {
+  constexpr std::size_t kNameChars = 12;  // of the digests that libFuzzer gives as names
+  Kept kept = read_kept(path);
+  for (const auto& entry : fs::directory_iterator(folder))
+    kept.emplace(entry.path().filename().string().substr(0, kNameChars), read_file(entry.path()));
+  write_kept(path, kept);
+  return 0;
 }
 
 }  // namespace
@@ -135,9 +180,10 @@ int write_seeds(const fs::path& folder) {
 
 int main(int argc, char** argv) {
   const std::vector<std::string> args(argv, argv + argc);
-  if (args.size() == 3 && args[1] == "--write-seeds") return kvcore::fuzz::write_seeds(args[2]);
+  if (args.size() == 4 && args[1] == "--unpack") return kvcore::fuzz::unpack(args[2], args[3]);
+  if (args.size() == 4 && args[1] == "--keep") return kvcore::fuzz::keep(args[2], args[3]);
   if (args.size() < 2 || args.size() > 3) {
-    std::fprintf(stderr, "usage: %s CORPUS [MUTATIONS] | --write-seeds FOLDER\n", argv[0]);
+    std::fprintf(stderr, "usage: %s KEPT [MUTATIONS] | --unpack|--keep KEPT FOLDER\n", argv[0]);
     return 2;
   }
   const std::uint64_t mutations = args.size() == 3 ? std::stoull(args[2]) : 200;

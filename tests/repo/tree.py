@@ -36,6 +36,7 @@ THIN = {
     "head_pages",
     "wire",
     "transport",
+    "_operations",  # a part of transport
     "stream",
     "sched",
 }

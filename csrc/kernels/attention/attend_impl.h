@@ -4,7 +4,7 @@
 // segments are folded left in order.
 #pragma once
 
-#include "kernels/attention/hot_step_impl.h"
+#include "kernels/attention/small_step_impl.h"
 #include "kernels/merge/merge_impl.h"
 
 namespace kvcore::kernels::KVCORE_ISA_NS {
@@ -168,15 +168,22 @@ void run_tokens(const AttendUnit& u, const Step& step, const Step* next, Group& 
     run_rows<Plain>(u, step, base + t * u.group, u.group, {0, u.first_visible + t - step.start}, g);
   if (t >= end) return;
   const std::int64_t row = base + t * u.group, count = (end - t) * u.group;
-  if (step.hot)
+  if (step.hot || step.small)
     run_hot_rows(u, step, next, row, count, g);
   else
     run_rows<Plain>(u, step, row, count, {0, kStepTokens}, g);
 }
 
+// Whether no row of the unit sees a part of the step alone; the bounds are those of run_tokens().
+inline bool all_or_nothing(const AttendUnit& u, const Step& step) {
+  const std::int64_t first = u.first_visible + u.t0 - step.start,
+                     last = u.first_visible + u.t1 - 1 - step.start;
+  return first >= kStepTokens && (u.window == 0 || last <= u.window);
+}
+
 [[gnu::noinline]] void run_mixed_step(const AttendUnit& u, Step& step, const Step* next, Group& g) {
   if (!step.in_place) gather(u, step);
-  if (step.k_codes) load_channels(u, step, g.code_step);
+  if (step.k_codes && !(step.small && all_or_nothing(u, step))) load_channels(u, step, g.code_step);
   if (step.v_codes) g.any_rotated |= begin_rotated(u, step);
   run_tokens<false>(u, step, next, g);
 }

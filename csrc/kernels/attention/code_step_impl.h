@@ -24,14 +24,23 @@ struct CodeStep {
   alignas(64) float v_scale[kStepTokens];  // of each token's V codes; 0 where V is not codes
 };
 
-// A group of rows as integers.
+// A group of rows' queries as integers, for K's codes of one page.
+struct QueryRows {
+  alignas(64) char codes[kMaxRows][kMaxCodecDim];  // k4: q times s
+  alignas(64) float factor[kMaxLanes];
+  alignas(64) float offset[kMaxLanes];
+  alignas(64) std::int32_t bias[kMaxLanes];
+};
+
+// And their probabilities, for V's codes of a step.
+struct WeightRows {
+  alignas(64) char codes[kMaxRows][kStepTokens];  // p times v_scale, unsigned
+  alignas(64) float factor[kMaxLanes];
+};
+
 struct CodeRows {
-  alignas(64) char q[kMaxRows][kMaxCodecDim];  // k4: q times s
-  alignas(64) char p[kMaxRows][kStepTokens];   // p times v_scale, unsigned
-  alignas(64) float q_factor[kMaxLanes];
-  alignas(64) float q_offset[kMaxLanes];
-  alignas(64) float p_factor[kMaxLanes];
-  alignas(64) std::int32_t q_bias[kMaxLanes];
+  WeightRows p;
+  QueryRows q[kMaxPieces];  // but for small_step_impl.h, which does all pages at once: the first
 };
 
 // --- queries -----------------------------------------------------------------------------------
@@ -65,21 +74,48 @@ inline void load_query_words(const AttendUnit& u, std::int64_t row) {
   u.scratch->q_bias[row] = -128 * static_cast<std::int32_t>(hsum(sum));
 }
 
+// Vectors of a piece's channels, as its block holds them.
+struct MeansOf {
+  const char* mean;
+
+  MeansOf(const char* block, const BlockArrays& at) : mean(block + at.mean) {}
+  F centre(std::int32_t d) const { return load_bf16(mean + 2 * d); }
+};
+struct GridOf {
+  const char *scales, *minima;
+  F scale, minimum;
+
+  // e4m3 in the place of a float's exponent is 2^-120 of its value.
+  GridOf(const char* block, const BlockArrays& at)
+      : scales(block + at.scale),
+        minima(block + at.minimum),
+        scale(set1(f16_at(block + at.grid) * 0x1p120f)),
+        minimum(set1(f16_at(block + at.grid + 2))) {}
+  F step(std::int32_t d) const { return mul(as_float(load_u8(scales + d) << 20), scale); }
+  F centre(std::int32_t d) const {
+    return fma(step(d), set1(8.f), mul(to_float(load_s8(minima + d)), minimum));
+  }
+};
+// The same, written out by load_channels().
+struct ChannelsOf {
+  const PieceChannels& channels;
+
+  F step(std::int32_t d) const { return load(channels.step + d); }
+  F centre(std::int32_t d) const { return load(channels.centre + d); }
+};
+
 inline void load_channels(const AttendUnit& u, const Piece& p, PieceChannels& to) {
   const std::int32_t dk = u.pages->head_dim_k;
   const BlockArrays at = block_arrays(p.k_format, Part::kK, u.pages->page_size, dk);
   if (p.k_format == Format::kInt8) {
-    for (std::int32_t d = 0; d < dk; d += kW)
-      store(to.centre + d, load_bf16(p.k + at.mean + 2 * d));
+    const MeansOf means(p.k, at);
+    for (std::int32_t d = 0; d < dk; d += kW) store(to.centre + d, means.centre(d));
     return;
   }
-  // e4m3 in the place of a float's exponent is 2^-120 of its value.
-  const F scale = set1(f16_at(p.k + at.grid) * 0x1p120f), minimum = set1(f16_at(p.k + at.grid + 2));
+  const GridOf grid(p.k, at);
   for (std::int32_t d = 0; d < dk; d += kW) {
-    const F s = mul(as_float(load_u8(p.k + at.scale + d) << 20), scale);
-    const F z = mul(to_float(load_s8(p.k + at.minimum + d)), minimum);
-    store(to.centre + d, fma(s, set1(8.f), z));
-    store(to.step + d, s);
+    store(to.centre + d, grid.centre(d));
+    store(to.step + d, grid.step(d));
   }
 }
 
@@ -106,13 +142,13 @@ inline void by_rows(int rows, Fn fn) {
 }
 
 // q . k = q . (z + 8 s) + (q s) . (code - 8).
-template <int M>
-void load_k4_queries(const float* q, std::int32_t dk, const PieceChannels& channels, CodeRows& to) {
+template <int M, class Channels>
+void load_k4_queries(const float* q, std::int32_t dk, const Channels& channels, QueryRows& to) {
   F top[M], dot[M], sums[M];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) top[m] = dot[m] = set1(0.f);
   for (std::int32_t d = 0; d < dk; d += kW) {
-    const F step = load(channels.step + d), centre = load(channels.centre + d);
+    const F step = channels.step(d), centre = channels.centre(d);
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
       const F x = load(q + m * dk + d);
@@ -123,47 +159,57 @@ void load_k4_queries(const float* q, std::int32_t dk, const PieceChannels& chann
   const F largest = reduce_rows<Greater>(top);
   alignas(64) float inverse[kMaxLanes];
   store(inverse, inverse_of(largest, kTopQuery));
-  store(to.q_factor, mul(largest, set1(1.f / kTopQuery)));
-  store(to.q_offset, reduce_rows<Plus>(dot));
+  store(to.factor, mul(largest, set1(1.f / kTopQuery)));
+  store(to.offset, reduce_rows<Plus>(dot));
+  Int sum[M];
 #pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) {
-    Int sum = set1_int(0), code[4];
-    std::int32_t d = 0;
-    const auto code_at = [&](std::int32_t i) {
-      const F x = mul(load(q + m * dk + i), load(channels.step + i));
-      const Int c = round_int(mul(x, set1(inverse[m])));
-      sum += c;
-      return c;
-    };
-    for (; d + 4 * kW <= dk; d += 4 * kW) {
+  for (int m = 0; m < M; ++m) sum[m] = set1_int(0);
+  const auto code_at = [&](int m, std::int32_t d, F step) {
+    const F x = mul(load(q + m * dk + d), step);
+    const Int c = round_int(mul(x, set1(inverse[m])));
+    sum[m] += c;
+    return c;
+  };
+  std::int32_t d = 0;
+  for (; d + 4 * kW <= dk; d += 4 * kW) {
+    F step[4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) code[i] = code_at(d + i * kW);
-      store_bytes<true>(to.q[m] + d, code);
+    for (int i = 0; i < 4; ++i) step[i] = channels.step(d + i * kW);
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+      Int code[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) code[i] = code_at(m, d + i * kW, step[i]);
+      store_bytes<true>(to.codes[m] + d, code);
     }
-    for (; d < dk; d += kW) store_u8(to.q[m] + d, code_at(d));
-    sums[m] = to_float(sum);
   }
-  store_int(to.q_bias, round_int(mul(reduce_rows<Plus>(sums), set1(-8.f))));
+  for (; d < dk; d += kW) {
+    const F step = channels.step(d);
+    for (int m = 0; m < M; ++m) store_u8(to.codes[m] + d, code_at(m, d, step));
+  }
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) sums[m] = to_float(sum[m]);
+  store_int(to.bias, round_int(mul(reduce_rows<Plus>(sums), set1(-8.f))));
 }
 
 // q . k = q . mean + token scale * (q . code).
-template <int M>
-void load_int8_queries(const AttendUnit& u, std::int64_t row, const PieceChannels& channels,
-                       CodeRows& to) {
+template <int M, class Channels>
+void load_int8_queries(const AttendUnit& u, std::int64_t row, const Channels& channels,
+                       QueryRows& to) {
   const std::int32_t dk = u.pages->head_dim_k;
   const float* q = u.scratch->q_floats + row * dk;
   F dot[M];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) dot[m] = set1(0.f);
   for (std::int32_t d = 0; d < dk; d += kW) {
-    const F centre = load(channels.centre + d);
+    const F centre = channels.centre(d);
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m) dot[m] = fma(load(q + m * dk + d), centre, dot[m]);
   }
-  store(to.q_offset, reduce_rows<Plus>(dot));
+  store(to.offset, reduce_rows<Plus>(dot));
   for (int m = 0; m < M; ++m) {
-    to.q_factor[m] = u.scratch->q_factor[row + m];
-    to.q_bias[m] = u.scratch->q_bias[row + m];
+    to.factor[m] = u.scratch->q_factor[row + m];
+    to.bias[m] = u.scratch->q_bias[row + m];
   }
 }
 
@@ -172,27 +218,27 @@ void load_int8_queries(const AttendUnit& u, std::int64_t row, const PieceChannel
 template <Format kFormat, int M>
 [[gnu::always_inline]] inline CodeTile key_tile(const AttendUnit& u, const Piece& p,
                                                 const PieceChannels& channels, std::int64_t row,
-                                                CodeRows& r) {
+                                                QueryRows& r) {
   const std::int32_t dk = u.pages->head_dim_k;
   const std::int64_t page = u.pages->page_size;
   const BlockArrays at = block_arrays(kFormat, Part::kK, page, dk);
   CodeTile t{};
   if constexpr (kFormat == Format::kK4) {
-    load_k4_queries<M>(u.scratch->q_floats + row * dk, dk, channels, r);
+    load_k4_queries<M>(u.scratch->q_floats + row * dk, dk, ChannelsOf{channels}, r);
     t.k = dk / 8;
-    t.a = r.q[0];
+    t.a = r.codes[0];
     t.a_stride = kMaxCodecDim;
   } else {
-    load_int8_queries<M>(u, row, channels, r);
+    load_int8_queries<M>(u, row, ChannelsOf{channels}, r);
     t.k = dk / 4;
     t.a = reinterpret_cast<const char*>(u.scratch->q_words) + row * dk * 2;
     t.a_stride = dk * 2;
   }
   t.b = p.k + at.codes + k_codes_at(page, t.k, p.v_first, 0, 4);
   t.b_stride = p.lanes * 4;
-  t.bias = r.q_bias;
-  t.factor = r.q_factor;
-  t.offset = r.q_offset;
+  t.bias = r.bias;
+  t.factor = r.factor;
+  t.offset = r.offset;
   t.token_scale = p.k + at.scale + 2 * p.v_first;
   t.ahead = p.k_ahead;
   return t;
@@ -201,7 +247,7 @@ template <Format kFormat, int M>
 // `sums`, of sum_bytes, are fetched on the way.
 [[gnu::noinline]] void code_scores_of(const AttendUnit& u, const Piece& p,
                                       const PieceChannels& channels, std::int64_t row, int rows,
-                                      int lanes16, float* scores, const char* sums, CodeRows& r) {
+                                      int lanes16, float* scores, const char* sums, QueryRows& r) {
   const bool k4 = p.k_format == Format::kK4;
   CodeTile t;
   by_rows(rows, [&]<int M>() {
@@ -237,7 +283,7 @@ constexpr int kStepVecs = kStepTokens / kW;
 
 // The rows' probabilities, each times the scale of its token, as bytes on one scale of the step.
 template <int M>
-[[gnu::always_inline]] inline void code_weights(const F (&weight)[M][kStepVecs], CodeRows& to) {
+[[gnu::always_inline]] inline void code_weights(const F (&weight)[M][kStepVecs], WeightRows& to) {
   F top[M];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) {
@@ -248,7 +294,7 @@ template <int M>
   const F largest = reduce_rows<Greater>(top);
   alignas(64) float inverse[kMaxLanes];
   store(inverse, inverse_of(largest, static_cast<float>(kTopByte)));
-  store(to.p_factor, mul(largest, set1(1.f / static_cast<float>(kTopByte))));
+  store(to.factor, mul(largest, set1(1.f / static_cast<float>(kTopByte))));
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
@@ -256,13 +302,13 @@ template <int M>
       Int code[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) code[i] = round_int(mul(weight[m][j + i], set1(inverse[m])));
-      store_bytes<false>(to.p[m] + j * kW, code);
+      store_bytes<false>(to.codes[m] + j * kW, code);
     }
 }
 
 template <int M>
 void load_code_weights(const float (&p)[kMaxRows][kStepTokens], const CodeStep& step,
-                       CodeRows& to) {
+                       WeightRows& to) {
   F weight[M][kStepVecs];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m)
@@ -273,7 +319,7 @@ void load_code_weights(const float (&p)[kMaxRows][kStepTokens], const CodeStep& 
 }
 
 [[gnu::noinline]] void load_code_weights(const float (&p)[kMaxRows][kStepTokens], int rows,
-                                         const CodeStep& step, CodeRows& to) {
+                                         const CodeStep& step, WeightRows& to) {
   by_rows(rows, [&]<int M>() { load_code_weights<M>(p, step, to); });
 }
 
@@ -282,17 +328,17 @@ void load_code_weights(const float (&p)[kMaxRows][kStepTokens], const CodeStep& 
 template <Format kFormat>
 [[gnu::always_inline]] inline CodeTile value_tile(const AttendUnit& u, const Piece& p,
                                                   std::int32_t d, std::int64_t tokens,
-                                                  const float* alpha, const CodeRows& r) {
+                                                  const float* alpha, const WeightRows& r) {
   constexpr std::int64_t kGroup = kFormat == Format::kInt8 ? 4 : kFormat == Format::kV4 ? 8 : 16;
   const std::int32_t dv = u.pages->head_dim_v;
   const std::int64_t page = u.pages->page_size, dims = at_most(dv - d, kDimBlock);
   const char* codes = p.v + block_arrays(kFormat, Part::kV, page, dv).codes;
   CodeTile t{};
-  t.a = r.p[0] + p.first;
+  t.a = r.codes[0] + p.first;
   t.a_stride = kStepTokens;
   t.k = (tokens + kGroup - 1) / kGroup;
   t.c_stride = dv;
-  t.factor = r.p_factor;
+  t.factor = r.factor;
   t.alpha = alpha;
   t.ahead = p.v_ahead;
   if constexpr (kFormat == Format::kV3) {
@@ -328,7 +374,7 @@ struct CodesOf<Format::kV3> {
 
 template <Format kFormat>
 inline void code_values_of(const AttendUnit& u, const Piece& p, int rows, std::int64_t tokens,
-                           float* c, const float* alpha, const CodeRows& r) {
+                           float* c, const float* alpha, const WeightRows& r) {
   const std::int32_t dv = u.pages->head_dim_v;
   for (std::int32_t d = 0; d < dv; d += static_cast<std::int32_t>(kDimBlock)) {
     CodeTile t = value_tile<kFormat>(u, p, d, tokens, alpha, r);
@@ -340,7 +386,7 @@ inline void code_values_of(const AttendUnit& u, const Piece& p, int rows, std::i
 
 [[gnu::noinline]] void code_values_of(const AttendUnit& u, const Piece& p, int rows,
                                       std::int64_t tokens, float* c, const float* alpha,
-                                      const CodeRows& r) {
+                                      const WeightRows& r) {
   if (p.v_format == Format::kV3)
     code_values_of<Format::kV3>(u, p, rows, tokens, c, alpha, r);
   else if (p.v_format == Format::kV4)

@@ -50,7 +50,7 @@ template <Format kFormat, int M>
     });
   } else {
     using Codes = typename CodesOf<kFormat>::K;
-    CodeTile t = key_tile<kFormat, M>(u, p, g.code_step.channels[0], row, g.codes);
+    CodeTile t = key_tile<kFormat, M>(u, p, g.code_step.channels[0], row, g.codes.q[0]);
     t.side = sums;
     t.side_step = (sum_bytes + t.k - 1) / t.k;
     t.ahead = ahead;
@@ -64,6 +64,34 @@ template <Format kFormat, int M>
           scores[m][first + j] = scores_of_sums<Codes>(t, acc[m][j], m, j);
       advance(t, kMaxTiles);
     });
+  }
+}
+
+// The sums of `vecs` vectors of each row, those of the step's page i.
+template <int M>
+inline F mass_of_page(const F (&p)[M][kStepVecs], int i, int vecs) {
+  F part[M];
+  for (int m = 0; m < M; ++m) {
+    part[m] = p[m][i * vecs];
+    for (int j = 1; j < vecs; ++j) part[m] = add(part[m], p[m][i * vecs + j]);
+  }
+  return reduce_rows<Plus>(part);
+}
+
+template <int M>
+inline void hot_masses(const AttendUnit& u, const Step& step, std::int64_t row, F base,
+                       const F* mass, int pages, Group& g) {
+  if (u.t1 - u.t0 == 1) {  // rows of one token lie side by side
+    float* to = mass_row(u, step, row);
+    store_first<M>(to, base);
+    for (int i = 0; i < pages; ++i) store_first<M>(to + (1 + i) * u.mass_stride, mass[i]);
+    return;
+  }
+  for (int i = 0; i < pages; ++i) store(g.sums[i], mass[i]);
+  for (int m = 0; m < M; ++m) {
+    float* to = mass_row(u, step, row + m);
+    to[0] = g.base[m];
+    for (int i = 0; i < pages; ++i) to[(1 + i) * u.mass_stride] = g.sums[i][m];
   }
 }
 
@@ -96,19 +124,27 @@ template <int M>
   }
   store_first<M>(u.scratch->segment.m + row, maxima.now);
   if (u.masses == nullptr) return;
-  const F mass = reduce_rows<Plus>(sums);
-  if (u.t1 - u.t0 == 1) {  // rows of one token lie side by side
-    float* to = mass_row(u, step, row);
-    store_first<M>(to, maxima.base);
-    store_first<M>(to + u.mass_stride, mass);
-    return;
-  }
-  store(g.sums[0], mass);
-  for (int m = 0; m < M; ++m) {
-    float* to = mass_row(u, step, row + m);
-    to[0] = g.base[m];
-    to[u.mass_stride] = g.sums[0][m];
-  }
+  F mass[kMaxPieces];  // rows as lanes
+  const int pages = static_cast<int>(pages_of_step(u.pages->page_size));
+  if (pages == 1)
+    mass[0] = reduce_rows<Plus>(sums);
+  else
+    for (int i = 0; i < pages; ++i) mass[i] = mass_of_page(scores, i, kStepVecs / pages);
+  hot_masses<M>(u, step, row, maxima.base, mass, pages, g);
+}
+
+// The rows' probabilities as what bf16 V is multiplied with.
+template <int M>
+[[gnu::always_inline]] inline void keep_weights(const F (&p)[M][kStepVecs], Group& g) {
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+    for (int j = 0; j < kStepVecs; ++j) {
+      if constexpr (kBf16Pairs)
+        store_bf16(reinterpret_cast<char*>(g.p_pairs[m]) + 2 * j * kW, p[m][j]);
+      else
+        store(&g.p[m][j * kW], p[m][j]);
+    }
 }
 
 // Everything up to what the rows multiply V with: pairs or floats in g, or bytes in g.codes. Scores
@@ -136,18 +172,25 @@ template <Format kFormat, bool VCodes, int M>
 #pragma GCC unroll 6
       for (int m = 0; m < M; ++m) scores[m][j] = mul(scores[m][j], scale);
     }
-    code_weights(scores, g.codes);
+    code_weights(scores, g.codes.p);
   } else {
-#pragma GCC unroll 6
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 16
-      for (int j = 0; j < kStepVecs; ++j) {
-        if constexpr (kBf16Pairs)
-          store_bf16(reinterpret_cast<char*>(g.p_pairs[m]) + 2 * j * kW, scores[m][j]);
-        else
-          store(&g.p[m][j * kW], scores[m][j]);
-      }
+    keep_weights(scores, g);
   }
+}
+
+// The tile of `count` tokens of bf16 V from the step's token `first` on, but for where V and the
+// sums lie.
+inline TileArgs bf16_values(const Group& g, int first, std::int64_t count, std::int32_t dv,
+                            const float* alpha) {
+  TileArgs t{};
+  t.a = kBf16Pairs ? static_cast<const void*>(g.p_pairs[0] + first / 2)
+                   : static_cast<const void*>(g.p[0] + first);
+  t.a_stride = kBf16Pairs ? kStepTokens * 2 : kStepTokens * 4;
+  t.k = count / 2;
+  t.b_stride = kDimBlock * 4;
+  t.c_stride = dv;
+  t.alpha = alpha;
+  return t;
 }
 
 template <Format kFormat, int M>
@@ -158,13 +201,7 @@ template <Format kFormat, int M>
   const Piece& p = step.pieces[0];
   float *o = u.scratch->segment.o + row * dv, *rotated = u.scratch->rotated + row * dv;
   if constexpr (kFormat == Format::kBf16) {
-    TileArgs t{};
-    t.a = kBf16Pairs ? static_cast<const void*>(g.p_pairs) : static_cast<const void*>(g.p);
-    t.a_stride = kBf16Pairs ? kStepTokens * 2 : kStepTokens * 4;
-    t.k = kStepTokens / 2;
-    t.b_stride = kDimBlock * 4;
-    t.c_stride = dv;
-    t.alpha = g.alpha;
+    TileArgs t = bf16_values(g, 0, kStepTokens, dv, g.alpha);
     for (std::int32_t d = 0; d < dv; d += static_cast<std::int32_t>(kDimBlock)) {
       t.b = p.v + kStepTokens * d * 2;
       t.c = o + d;
@@ -172,7 +209,7 @@ template <Format kFormat, int M>
     }
   } else {
     for (std::int32_t d = 0; d < dv; d += static_cast<std::int32_t>(kDimBlock)) {
-      CodeTile t = value_tile<kFormat>(u, p, d, kStepTokens, g.alpha, g.codes);
+      CodeTile t = value_tile<kFormat>(u, p, d, kStepTokens, g.alpha, g.codes.p);
       t.c = (kTurned ? rotated : o) + d;
       t.ahead = ahead;
       code_tiles_here<typename CodesOf<kFormat>::V, M>(t);
@@ -184,13 +221,13 @@ template <Format kFormat, int M>
     rescale(rotated, M, dv, g.alpha);
 }
 
-// What lies before the codes, and their first line.
-inline void fetch_scales(const Step& step, Part part, std::int32_t dim) {
-  const Piece& p = step.pieces[0];
+// What lies before the codes of a page, and their first line.
+[[gnu::always_inline]] inline void fetch_scales(const Piece& p, Part part, std::int64_t tokens,
+                                                std::int32_t dim) {
   const char* block = part == Part::kK ? p.k : p.v;
   const Format format = part == Part::kK ? p.k_format : p.v_format;
   const std::int64_t codes =
-      format < Format::kInt8 ? 0 : block_arrays(format, part, kStepTokens, dim).codes;
+      format < Format::kInt8 ? 0 : block_arrays(format, part, tokens, dim).codes;
   for (std::int64_t i = 0; i <= codes; i += 64) __builtin_prefetch(block + i);
 }
 
@@ -223,8 +260,8 @@ void run_hot(const AttendUnit& u, const Step& step, const Step* next, bool first
   else
     weights.template operator()<Format::kInt8>(k_ahead);
   if (next != nullptr) {
-    if (step.k_codes) fetch_scales(*next, Part::kK, u.pages->head_dim_k);
-    if (step.v_codes) fetch_scales(*next, Part::kV, u.pages->head_dim_v);
+    if (step.k_codes) fetch_scales(next->pieces[0], Part::kK, kStepTokens, u.pages->head_dim_k);
+    if (step.v_codes) fetch_scales(next->pieces[0], Part::kV, kStepTokens, u.pages->head_dim_v);
   }
   if (p.v_format == Format::kBf16)
     hot_values<Format::kBf16, M>(u, step, row, 0, g);
@@ -234,19 +271,6 @@ void run_hot(const AttendUnit& u, const Step& step, const Step* next, bool first
     hot_values<Format::kV3, M>(u, step, row, v_ahead, g);
   else
     hot_values<Format::kInt8, M>(u, step, row, v_ahead, g);
-}
-
-// Rows that see all of the step; `next` is the unit's next one, if any.
-[[gnu::noinline]] void run_hot_rows(const AttendUnit& u, const Step& step, const Step* next,
-                                    std::int64_t row, std::int64_t count, Group& g) {
-  const std::int64_t groups = (count + kMaxRows - 1) / kMaxRows;
-  for (std::int64_t left = groups; left > 0; --left) {
-    const int rows = static_cast<int>(left == 1 ? count : (count + left - 1) / left);
-    const bool first = left == groups;
-    by_rows(rows, [&]<int M>() { run_hot<M>(u, step, first ? next : nullptr, first, row, g); });
-    row += rows;
-    count -= rows;
-  }
 }
 
 }  // namespace

@@ -41,6 +41,7 @@ struct Step {
   bool in_place;           // all pieces are read where they lie
   bool k_codes, v_codes;   // some piece's K or V is multiplied as integers
   bool hot;                // one page, in place, for hot_step_impl.h
+  bool small;              // whole small pages of the same formats, for small_step_impl.h
 };
 
 inline std::int64_t bytes_of(Format f) { return f == Format::kF32 ? 4 : 2; }
@@ -113,6 +114,22 @@ inline bool is_hot(const AttendUnit& u, const Step& step) {
          step.in_place && p.k_format >= Format::kBf16 && p.v_format >= Format::kBf16;
 }
 
+inline bool same_formats(const HeadBlock& a, const HeadBlock& b) {
+  return a.k_format == b.k_format && a.v_format == b.v_format;
+}
+
+inline bool is_small(const AttendUnit& u, const Step& step) {
+  const std::int64_t page = u.pages->page_size;
+  const HeadBlock& head = *step.pieces[0].head;
+  if (page >= kStepTokens || step.num_pieces * page != kStepTokens || !step.in_place ||
+      u.pages->head_dim_v % kDimBlock != 0 || head.k_format < Format::kBf16 ||
+      head.v_format < Format::kBf16)
+    return false;
+  for (int i = 1; i < step.num_pieces; ++i)
+    if (!same_formats(*step.pieces[i].head, head)) return false;
+  return true;
+}
+
 // Finds the pieces of the step of KV head h that starts at absolute token `start`.
 inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step& step) {
   const PagesView& pv = *u.pages;
@@ -162,15 +179,24 @@ inline void locate(const AttendUnit& u, std::int32_t h, std::int64_t start, Step
     i += p.count;
   }
   step.hot = is_hot(u, step);
+  step.small = is_small(u, step);
 }
 
-// The same tokens of the next KV head, where these are one page in place and the formats are equal.
+// `p` of the next KV head, whose formats are equal.
+inline void next_head(const Piece& p, Piece& to) {
+  const HeadBlock &head = p.head[0], &next = p.head[1];
+  to = p;
+  to.head = &next;
+  to.k += next.k_offset_bytes - head.k_offset_bytes;
+  to.v += next.v_offset_bytes - head.v_offset_bytes;
+}
+
+// The same tokens of the next KV head, where these are whole pages in place and the formats are
+// equal.
 inline bool locate_next_head(const AttendUnit& u, const Step& from, Step& to) {
-  const Piece& p = from.pieces[0];
-  const HeadBlock &head = *p.head, &next = p.head[1];
-  if (u.pages->page_size != kStepTokens || !from.in_place || next.k_format != head.k_format ||
-      next.v_format != head.v_format)
-    return false;
+  if (u.pages->page_size > kStepTokens || !from.in_place) return false;
+  for (int i = 0; i < from.num_pieces; ++i)
+    if (!same_formats(from.pieces[i].head[0], from.pieces[i].head[1])) return false;
   to.head = from.head + 1;
   to.start = from.start;
   to.num_pieces = from.num_pieces;
@@ -181,10 +207,9 @@ inline bool locate_next_head(const AttendUnit& u, const Step& from, Step& to) {
   to.k_codes = from.k_codes;
   to.v_codes = from.v_codes;
   to.hot = from.hot;
-  to.pieces[0] = p;
-  to.pieces[0].head = &next;
-  to.pieces[0].k += next.k_offset_bytes - head.k_offset_bytes;
-  to.pieces[0].v += next.v_offset_bytes - head.v_offset_bytes;
+  to.small = from.small;
+  next_head(from.pieces[0], to.pieces[0]);
+  for (int i = 1; i < from.num_pieces; ++i) next_head(from.pieces[i], to.pieces[i]);
   return true;
 }
 

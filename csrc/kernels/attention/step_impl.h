@@ -44,7 +44,7 @@ inline void scores_of(const AttendUnit& u, const Step& step, std::int64_t row, i
     const char* side = i == 0 ? reinterpret_cast<const char*>(sums) : nullptr;
     if (!Plain && p.k_way == Way::kCodes) {
       code_scores_of(u, p, g.code_step.channels[i], row, rows, lanes16, &g.scores[0][p.first], side,
-                     g.codes);
+                     g.codes.q[0]);
       continue;
     }
     const bool pairs = takes_pairs(p.k_format);
@@ -196,7 +196,7 @@ inline void values_of(const AttendUnit& u, const Step& step, std::int64_t row, i
     if (!Plain && p.v_way == Way::kCodes) {
       const bool turned = is_rotated(p.v_format);
       const float*& alpha = turned ? alpha_rotated : alpha_o;
-      code_values_of(u, p, rows, tokens + skip, turned ? rotated : o, alpha, g.codes);
+      code_values_of(u, p, rows, tokens + skip, turned ? rotated : o, alpha, g.codes.p);
       alpha = g.ones;
       continue;
     }
@@ -251,7 +251,7 @@ inline void run_rows(const AttendUnit& u, const Step& step, std::int64_t row, st
     }
     softmax<Window>(u, step, row, rows, seen, g);
     if (u.masses != nullptr) keep_masses(u, step, row, rows, g.base, g.p, g.sums);
-    if (!Plain && step.v_codes) load_code_weights(g.p, rows, g.code_step, g.codes);
+    if (!Plain && step.v_codes) load_code_weights(g.p, rows, g.code_step, g.codes.p);
     values_of<Plain, Window>(u, step, row, rows, seen, g);
     row += rows;
     count -= rows;

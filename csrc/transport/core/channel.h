@@ -35,6 +35,8 @@ class Channel {
   virtual void send(SendCommand command) = 0;
   virtual void start(std::unique_ptr<Op> op) = 0;
   virtual void give_up(std::uint64_t op, const Status& why) = 0;  // cancel and deadline
+  // The peer lent it to us. Links of schemes that lend have leases.
+  virtual void give_back(std::uint64_t lease) = 0;
   virtual void set_rate(std::uint64_t bytes_per_s, std::int64_t now) = 0;
   virtual void begin_close(std::int64_t now) = 0;
   virtual void region_changed(RegionId region, bool gone) = 0;

@@ -178,7 +178,7 @@ Result<Grant> GrantTable::create(RegionId region, std::span<const Range> ranges,
   return grant;
 }
 
-Fence GrantTable::revoke(GrantRef ref) {
+Fence GrantTable::revoke(GrantRef ref, bool silent) {
   {
     const auto fenced = fence();
     const std::lock_guard lock(mu_);
@@ -186,19 +186,57 @@ Fence GrantTable::revoke(GrantRef ref) {
     if (it == grants_.end() || it->second.ref != ref) return Fence::kDone;
     const RegionId region = it->second.region;
     grants_.erase(it);
-    if (!on_revoke_) return Fence::kDone;
-    pending_fences_.emplace(ref.id, region);  // before the hook, which may end it from elsewhere
+    if (!on_revoke_ && !lent_.contains(ref.id)) return Fence::kDone;
+    // Before the hook: what it waits for, and leases, may end elsewhere meanwhile.
+    pending_fences_.emplace(ref.id, Pending{region, true, silent});
     ++regions_.at(static_cast<std::uint32_t>(region)).pending_fences;
   }
-  if (on_revoke_(ref) == Fence::kPending) return Fence::kPending;
-  fenced(ref);
+  if (on_revoke_ && on_revoke_(ref) == Fence::kPending) return Fence::kPending;
+  const std::lock_guard lock(mu_);
+  pending_fences_.at(ref.id).device = false;
+  if (lent_.contains(ref.id)) return Fence::kPending;
+  end_if_fenced(ref.id);
   return Fence::kDone;
 }
 
-void GrantTable::fenced(GrantRef ref) {
+// Returns whether Fenced is due.
+bool GrantTable::end_if_fenced(std::uint64_t id) {
+  const auto pending = pending_fences_.find(id);
+  if (pending == pending_fences_.end() || pending->second.device || lent_.contains(id))
+    return false;
+  const Pending ended = pending->second;
+  pending_fences_.erase(pending);
+  --regions_.at(static_cast<std::uint32_t>(ended.region)).pending_fences;
+  return !ended.silent;
+}
+
+bool GrantTable::fenced(GrantRef ref) {
   const std::lock_guard lock(mu_);
-  const auto pending = pending_fences_.extract(ref.id);
-  if (pending) --regions_.at(static_cast<std::uint32_t>(pending.mapped())).pending_fences;
+  const auto pending = pending_fences_.find(ref.id);
+  if (pending == pending_fences_.end()) return false;
+  pending->second.device = false;
+  return end_if_fenced(ref.id);
+}
+
+Result<GrantTable::Lent> GrantTable::lend(GrantRef ref, std::span<const Range> ranges,
+                                          std::int64_t now, std::string_view peer) {
+  const std::lock_guard lock(mu_);
+  KVCORE_ASSIGN_OR_RETURN(const Grant* const grant, live(ref, Rights::kRead, now, peer));
+  for (const Range& range : ranges) {
+    if (auto p = locate(*grant, range); !p) return p.error();
+  }
+  if (regions_.at(static_cast<std::uint32_t>(grant->region)).view.fd < 0)
+    return Error{ErrorCode::kUnsupported, "the region of a grant that is lent needs a memfd"};
+  ++lent_[ref.id];
+  return Lent{grant->region, grant->expires_ns};
+}
+
+bool GrantTable::take_back(GrantRef ref) {
+  const std::lock_guard lock(mu_);
+  const auto it = lent_.find(ref.id);
+  if (it == lent_.end() || --it->second > 0) return false;
+  lent_.erase(it);
+  return end_if_fenced(ref.id);
 }
 
 Result<const Grant*> GrantTable::live(GrantRef ref, Rights right, std::int64_t now,
@@ -278,12 +316,15 @@ std::unique_lock<std::mutex> GrantTable::fence() {
 }
 
 void GrantTable::forget_expired(std::int64_t now) {
-  const std::lock_guard lock(mu_);
-  if (grants_.size() < sweep_at_ || on_revoke_) return;
-  std::erase_if(grants_, [&](const auto& g) {
-    return g.second.expires_ns != 0 && now >= g.second.expires_ns;
-  });
-  sweep_at_ = std::max<std::size_t>(1024, 2 * grants_.size());
+  std::vector<GrantRef> expired;
+  {
+    const std::lock_guard lock(mu_);
+    if (grants_.size() < sweep_at_) return;
+    for (const auto& [id, grant] : grants_)
+      if (grant.expires_ns != 0 && now >= grant.expires_ns) expired.push_back(grant.ref);
+    sweep_at_ = std::max<std::size_t>(1024, 2 * (grants_.size() - expired.size()));
+  }
+  for (const GrantRef& ref : expired) (void)revoke(ref, true);
 }
 
 std::size_t GrantTable::num_grants() const {

@@ -50,12 +50,24 @@ class GrantTable {
 
   Result<Grant> create(RegionId region, std::span<const Range> ranges, Rights rights,
                        std::int64_t expires_ns, std::string_view peer = {});
-  Fence revoke(GrantRef ref);
+  Fence revoke(GrantRef ref) { return revoke(ref, false); }
 
   // Called for each grant that is revoked, without any lock.
   using OnRevoke = std::function<Fence(GrantRef)>;
   void set_on_revoke(OnRevoke hook) { on_revoke_ = std::move(hook); }
-  void fenced(GrantRef ref);  // ends what the hook left pending
+  // What the hook left pending has ended. True: so has the fence, Fenced is due.
+  [[nodiscard]] bool fenced(GrantRef ref);
+
+  // check() for reading, and a lease of the grant is out until take_back: a revoke waits for it.
+  // Unsupported: the region has no memfd, peers cannot map it.
+  struct Lent {
+    RegionId region;
+    std::int64_t expires_ns;  // with the grant; 0 = never
+  };
+  Result<Lent> lend(GrantRef ref, std::span<const Range> ranges, std::int64_t now,
+                    std::string_view peer);
+  // One lease of it has ended. True: it was the last thing a revoke waited for, Fenced is due.
+  [[nodiscard]] bool take_back(GrantRef ref);
 
   // Does `ref` allow `peer` (its identity) this `right` on all of these ranges now? Stale,
   // InvalidArgument (bounds, rights).
@@ -74,8 +86,8 @@ class GrantTable {
   Status with_ranges(GrantRef ref, Rights right, std::span<const Range> ranges, std::int64_t now,
                      std::string_view peer, const Use& use) const;
 
-  // Forgets grants that have expired, once in a while: a look at one costs nothing, a sweep is paid
-  // for by as many new grants. Not where a revoke must reach a device (set_on_revoke).
+  // Revokes grants that have expired, once in a while: a look at one costs nothing, a sweep is paid
+  // for by as many new grants. No Fenced follows: nobody waits for it.
   void forget_expired(std::int64_t now);
 
   std::size_t num_grants() const;
@@ -89,6 +101,13 @@ class GrantTable {
   Result<const Grant*> live(GrantRef ref, Rights right, std::int64_t now,
                             std::string_view peer) const;
   Result<std::byte*> locate(const Grant& grant, Range range) const;
+  Fence revoke(GrantRef ref, bool silent);
+  struct Pending {  // a revoke that something still stands in the way of
+    RegionId region;
+    bool device = true;   // the hook's part
+    bool silent = false;  // nobody waits for Fenced
+  };
+  bool end_if_fenced(std::uint64_t id);  // under mu_
 
   // A fence goes before the next landing, however fast landings follow each other.
   std::unique_lock<std::mutex> fence();
@@ -97,8 +116,9 @@ class GrantTable {
   std::atomic<int> fences_waiting_{0};
   mutable std::mutex mu_;
   std::unordered_map<std::uint32_t, Region> regions_;
-  std::unordered_map<std::uint64_t, Grant> grants_;             // by GrantRef::id
-  std::unordered_map<std::uint64_t, RegionId> pending_fences_;  // by GrantRef::id
+  std::unordered_map<std::uint64_t, Grant> grants_;            // by GrantRef::id
+  std::unordered_map<std::uint64_t, Pending> pending_fences_;  // by GrantRef::id
+  std::unordered_map<std::uint64_t, std::uint64_t> lent_;  // GrantRef::id -> leases that are out
   SystemRandom system_random_;
   RandomSource& random_;
   OnRevoke on_revoke_;

@@ -40,6 +40,7 @@ int IoLoop::wait_ms(std::int64_t now) const {
   }
   for (const auto& [key, listener] : listeners_)
     if (listener.resume_ns != 0) next = std::min(next, listener.resume_ns);
+  next = std::min(next, shared_->leases.next_timer_ns(now));
   if (next == std::numeric_limits<std::int64_t>::max()) return -1;
   return static_cast<int>(std::clamp<std::int64_t>((next - now + 999'999) / 1'000'000, 0, 60'000));
 }
@@ -62,7 +63,9 @@ void IoLoop::run() {
     for (auto& [id, channel] : channels_) channel->work(now);
     for (auto& [id, channel] : channels_) channel->work_bulk(now);
     reap();
+    shared_->leases.work(now);
   }
+  shared_->leases.close();
 }
 
 void IoLoop::on_event(const epoll_event& event, std::int64_t now) {
@@ -114,6 +117,8 @@ void IoLoop::command_link(Command command, std::int64_t now) {
     channel.start(std::move(*op));
   } else if (const auto* cancel = std::get_if<CancelCommand>(&command.what)) {
     channel.give_up(cancel->op, Error{ErrorCode::kCancelled, "cancelled by this side"});
+  } else if (const auto* back = std::get_if<GiveBackCommand>(&command.what)) {
+    channel.give_back(back->lease);
   } else if (const auto* pace = std::get_if<PaceCommand>(&command.what)) {
     channel.set_rate(pace->bytes_per_s, now);
   } else if (std::holds_alternative<CloseCommand>(command.what)) {
@@ -186,6 +191,8 @@ Status IoLoop::admit(UniqueFd fd, Scheme* scheme, std::int64_t now) {
   auto state = std::make_shared<LinkState>();
   state->scheme = scheme->name();
   state->peer_pid = peer.peer_pid;
+  state->process = std::move(peer.process);
+  state->lends = scheme->lends();
   state->peer_address = peer.peer_address;
   state->proven = false;
   {

@@ -46,6 +46,29 @@ class IoLink final : public Link {
                     const OpOptions& options) override {
     return post_op(true, local, segments, grant, 0, options);
   }
+  Result<OpId> borrow(GrantRef grant, std::span<const Range> ranges,
+                      std::int64_t deadline_ns) override {
+    if (!state_->lends)
+      return Error{ErrorCode::kUnsupported,
+                   text(state_->scheme, " links cannot lend: only shm and loopback can")};
+    KVCORE_ASSIGN_OR_RETURN(auto segments, segments_to_borrow(ranges));
+    KVCORE_RETURN_IF_ERROR(take_slot());
+    auto op = std::make_unique<Op>();
+    op->id = state_->next_op++;
+    op->is_read = op->borrows = true;
+    op->segments = std::move(segments);
+    op->grant = grant;
+    op->options.deadline_ns = deadline_ns;
+    const OpId id{op->id};
+    if (Status status = post(std::move(op)); !status.ok()) {
+      state_->outstanding -= 1;
+      return status.error();
+    }
+    return id;
+  }
+  void give_back(LeaseId lease) override {
+    (void)post(GiveBackCommand{static_cast<std::uint64_t>(lease)}).ok();
+  }
   void cancel(OpId op) override { (void)post(CancelCommand{static_cast<std::uint64_t>(op)}).ok(); }
   void set_pacing(std::uint64_t bytes_per_second) override {
     (void)post(PaceCommand{bytes_per_second}).ok();
@@ -187,6 +210,8 @@ Result<std::shared_ptr<Link>> IoTransport::connect(std::string_view address) {
   state->scheme = scheme->name();
   state->peer_address = dialled.peer_address;
   state->peer_pid = dialled.peer_pid;
+  state->process = dialled.process;
+  state->lends = scheme->lends();
   {
     const std::lock_guard lock(shared_->mu);
     if (shared_->stopped) return Error{ErrorCode::kPeerDead, "the transport is closed"};

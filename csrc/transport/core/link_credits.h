@@ -26,8 +26,15 @@ class LinkCredits {
   void give_back(std::uint64_t cost) noexcept { receive_.give_back(cost); }
   // Takes what polls have given back, and asks for a wake-up when they have given back enough.
   void collect_polled();
-  bool due() const noexcept { return receive_.until_due() == 0; }
-  Credit announce() noexcept { return receive_.announce(); }
+  bool due() noexcept {
+    fit();
+    return receive_.until_due() == 0;
+  }
+  Credit announce() noexcept {
+    const Credit credit = receive_.announce();
+    count_exposure();
+    return credit;
+  }
 
   // What this side sends. Corrupt: an announcement that cannot be.
   Status on_announced(const Credit& credit);
@@ -38,11 +45,15 @@ class LinkCredits {
   void spend(std::uint64_t cost);
 
  private:
+  void fit() noexcept;
+  void count_exposure() noexcept;
+
   Shared* shared_;
   std::shared_ptr<LinkState> link_;
   SendWindow send_;
   ReceiveWindow receive_;
   std::uint64_t polled_seen_ = 0;  // of LinkState::poll_credit
+  std::uint64_t exposed_ = 0;      // of receive_, as counted in Shared
   bool open_ = false;
 };
 

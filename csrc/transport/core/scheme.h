@@ -14,6 +14,7 @@
 namespace kvcore::transport {
 
 class Channel;
+class PeerProcess;
 struct Io;
 struct LinkState;
 struct Shared;
@@ -29,6 +30,7 @@ struct Dialled {
   UniqueFd fd;
   std::string peer_address;
   std::int64_t peer_pid = 0;
+  std::shared_ptr<const PeerProcess> process{};  // null: not of this host, or not to be watched
   Status failed;
 };
 
@@ -38,6 +40,8 @@ class Scheme {
   virtual std::string_view name() const noexcept = 0;
   // Once, before anything else and any other thread.
   virtual void attach(Shared*) {}
+  // Can its links borrow and lend?
+  virtual bool lends() const noexcept { return false; }
   // InvalidArgument: not an address of this scheme.
   virtual Result<Listening> listen(std::string_view address) = 0;
   virtual Result<Dialled> dial(std::string_view address) = 0;

@@ -14,6 +14,8 @@
 #include "transport/core/event_queue.h"
 #include "transport/core/grants.h"
 #include "transport/core/hello.h"
+#include "transport/core/leases.h"
+#include "transport/core/peer_process.h"
 #include "transport/core/scheme.h"
 #include "transport/core/unique_fd.h"
 #include "transport/link.h"
@@ -24,6 +26,7 @@ namespace kvcore::transport {
 struct Op {
   std::uint64_t id = 0;
   bool is_read = false;
+  bool borrows = false;  // shm: a read without a copy, and without a region of ours
   RegionId region{};
   std::byte* base = nullptr;  // of the region
   bool has_memfd = false;
@@ -49,6 +52,8 @@ struct LinkState {
   LinkId id{};
   std::string scheme;
   std::string peer_address;
+  bool lends = false;
+  std::shared_ptr<const PeerProcess> process{};  // of the peer; null: cannot be watched
   std::atomic<std::uint64_t> next_op{1};
   std::atomic<std::uint64_t> bytes_out{0}, bytes_in{0}, messages_out{0}, messages_in{0};
   std::atomic<std::uint64_t> outstanding{0}, queued_bytes{0}, queued_message_bytes{0};
@@ -72,6 +77,9 @@ struct SendCommand {
 struct CancelCommand {
   std::uint64_t op;
 };
+struct GiveBackCommand {
+  std::uint64_t lease;
+};
 struct PaceCommand {
   std::uint64_t bytes_per_s;
 };
@@ -92,9 +100,9 @@ struct RegionCommand {
 struct StopCommand {};
 
 struct Command {
-  LinkId link;  // of the first five kinds
-  std::variant<SendCommand, std::unique_ptr<Op>, CancelCommand, PaceCommand, CloseCommand,
-               ConnectCommand, ListenCommand, RegionCommand, StopCommand>
+  LinkId link;  // of the first six kinds
+  std::variant<SendCommand, std::unique_ptr<Op>, CancelCommand, GiveBackCommand, PaceCommand,
+               CloseCommand, ConnectCommand, ListenCommand, RegionCommand, StopCommand>
       what;
 };
 
@@ -115,8 +123,10 @@ struct Shared {
   const Clock& clock;
   GrantTable grants;
   EventQueue events;
-  UniqueFd wake_fd;  // eventfd
+  Leases leases{&grants, &events};  // the I/O thread's
+  UniqueFd wake_fd;                 // eventfd
   std::atomic<std::uint64_t> links_up{0};
+  std::uint64_t exposed_bytes = 0;  // I/O thread: what peers have, or may have, under way, in all
 
   mutable std::mutex mu;
   std::vector<Command> commands;

@@ -30,6 +30,7 @@ class RdmaChannel final : public Channel, private Host::User {
   void send(SendCommand command) override;
   void start(std::unique_ptr<Op> op) override;
   void give_up(std::uint64_t op, const Status& why) override;
+  void give_back(std::uint64_t) override {}  // this scheme does not lend
   void set_rate(std::uint64_t bytes_per_s, std::int64_t now) override {
     pacer_.set_rate(bytes_per_s, now);
   }

@@ -275,8 +275,7 @@ void Host::fenced(User* user, GrantRef grant) {
   it->second.erase(user);
   if (!it->second.empty()) return;
   waiting_.erase(it);
-  shared_->grants.fenced(grant);
-  shared_->events.push(Fenced{grant});
+  if (shared_->grants.fenced(grant)) shared_->events.push(Fenced{grant});
 }
 
 }  // namespace kvcore::transport::rdma

@@ -82,7 +82,9 @@ void Connection::give_up(std::uint64_t id, const Status& why) {
     return give_up_send(id, sent->second, why);
   Op* op = find_op(id);
   if (op == nullptr || op->giving_up) return;
-  if (op->started) control(lane_of(op->options.priority), FrameType::kAbort, make_body(OpHead{id}));
+  if (op->started)
+    control(lane_of(op->options.priority), op->borrows ? FrameType::kGiveBack : FrameType::kAbort,
+            make_body(OpHead{id}));
   if (shm() && op->started && !op->is_read) {  // the peer may be copying: its answer ends it
     op->giving_up = true;
     op->give_up_status = why;
@@ -95,6 +97,8 @@ void Connection::complete(std::uint64_t id, Status status) {
   const auto it = ops_.find(id);
   if (it == ops_.end()) return;
   Op& op = *it->second;
+  if (op.borrows)
+    return end_borrow(Borrowed{link_->id, OpId{id}, {}, {}, {}, 0, std::move(status)});
   lane_of(op.options.priority).outbox.detach(id);
   io_->shared.grants.unpin(op.region);
   if (op.options.deadline_ns != 0) deadlines_.erase({op.options.deadline_ns, id});
@@ -200,6 +204,8 @@ void Connection::finish(std::vector<Command> orphans) {
   while (!sends_.empty()) complete_send(sends_.begin()->first, pending);
   link_->queued_message_bytes = 0;
   credits_.close();
+  if (link_->process) ::epoll_ctl(io_->epoll_fd, EPOLL_CTL_DEL, link_->process->fd(), nullptr);
+  io_->shared.leases.link_ended(link_->id, lanes_[0].bye_received);
   const bool never_was_a_link = !initiator_ && !was_up_;
   if (!never_was_a_link) io_->shared.events.push(Down{link_->id, why_});
 }

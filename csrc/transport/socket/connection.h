@@ -4,7 +4,8 @@
 // the destination pulls out of the peer's memfd; chunks of a write carry offsets instead of
 // payload. Files: connection_lanes.cpp the sockets; connection.cpp commands and timers;
 // connection_send.cpp chunks and the order of what leaves; connection_receive.cpp bytes in and
-// frames; connection_pull.cpp the copies of shm.
+// frames; connection_pull.cpp the copies of shm; connection_lend.cpp
+// what shm lends instead.
 //
 // Late writes: the peer's bytes land only inside GrantTable::with_ranges. shm: a sender may reuse
 // its memory once the owner has answered an abort, or once the socket is shut down; the owner
@@ -22,10 +23,10 @@
 
 #include "transport/core/channel.h"
 #include "transport/core/link_credits.h"
+#include "transport/core/remote_region.h"
 #include "transport/core/shared.h"
 #include "transport/socket/lane.h"
 #include "transport/socket/pacer.h"
-#include "transport/socket/remote_region.h"
 
 namespace kvcore::transport {
 
@@ -55,6 +56,7 @@ class Connection final : public Channel {
   void send(SendCommand command) override;
   void start(std::unique_ptr<Op> op) override;
   void give_up(std::uint64_t op, const Status& why) override;
+  void give_back(std::uint64_t lease) override;
   void set_rate(std::uint64_t bytes_per_s, std::int64_t now) override {
     pacer_.set_rate(bytes_per_s, now);
   }
@@ -133,6 +135,8 @@ class Connection final : public Channel {
   void say_bye();
   void on_bye(Lane& lane, Bytes body);
   void end_lane(Lane& lane);
+  void watch_process();
+  void on_process_ended(std::int64_t now);
 
   // connection.cpp
   void complete(std::uint64_t op, Status status);
@@ -191,6 +195,12 @@ class Connection final : public Channel {
   void finish_write(Lane& lane, std::uint64_t op);
   void fail_write(Lane& lane, std::uint64_t op, const Status& why);
 
+  // connection_lend.cpp
+  void on_borrow(Lane& lane, const FramePrefix& prefix, Bytes body);
+  void on_lent(Bytes body);
+  void on_give_back(Bytes body);
+  void end_borrow(Borrowed borrowed);
+
   // connection_pull.cpp
   void pull(std::size_t first, std::size_t last, std::uint64_t budget, std::int64_t now);
   bool pull_step(Pull* item, std::uint64_t* budget, std::int64_t now);
@@ -220,6 +230,7 @@ class Connection final : public Channel {
   std::unordered_map<std::uint64_t, Serve> serving_;
   std::size_t served_ranges_ = 0;  // of all in serving_
   std::map<std::uint64_t, std::shared_ptr<RemoteRegion>> peer_regions_;
+  std::set<std::uint64_t> borrowed_;   // leases of the peer that we hold
   std::set<std::uint32_t> announced_;  // our regions the peer knows
   std::deque<Pull> pulls_[kNumPriorities];
 

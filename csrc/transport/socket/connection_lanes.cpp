@@ -15,9 +15,10 @@
 namespace kvcore::transport {
 namespace {
 
-constexpr std::string_view kLabel = "kvcore-link-3";
+constexpr std::string_view kLabel = "kvcore-link-4";
 constexpr std::int64_t kLeastKeepaliveNs = 20'000'000;  // a shorter one would only be pings
 constexpr std::int64_t kDialAgainNs = 10'000'000;
+constexpr std::uint32_t kProcessSource = kNumPriorities;  // behind the lanes
 
 }  // namespace
 
@@ -91,6 +92,7 @@ void Connection::on_established(std::int64_t now) {
   credits_.open(peer_.window);
   io_->shared.events.push(Up{link_->id, !initiator_});
   if (!shm()) return;
+  watch_process();
   for (const auto& [id, view] : io_->shared.grants.regions()) announce_region(id, view);
 }
 
@@ -164,7 +166,9 @@ void Connection::update_interest(Lane& lane) {
 }
 
 void Connection::on_event(std::uint32_t source, std::uint32_t events, std::int64_t now) {
-  if (dead() || source >= lanes_.size() || !lanes_[source].fd) return;
+  if (dead()) return;
+  if (source == kProcessSource) return on_process_ended(now);
+  if (source >= lanes_.size() || !lanes_[source].fd) return;
   Lane& lane = lanes_[source];
   if (lane.state == Lane::State::kConnecting && (events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) != 0) {
     int error = 0;
@@ -181,6 +185,22 @@ void Connection::on_event(std::uint32_t source, std::uint32_t events, std::int64
   }
   if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) lane.hung_up = true;
   if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) receive(lane, now);
+}
+
+// A child that inherited the socket keeps it open; the peer is dead all the same.
+void Connection::watch_process() {
+  if (!link_->process) return;
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = epoll_key(link_->id, kProcessSource);
+  if (::epoll_ctl(io_->epoll_fd, EPOLL_CTL_ADD, link_->process->fd(), &event) != 0)
+    fail(Error{ErrorCode::kIo, text("epoll_ctl of the peer's process: errno ", errno)});
+}
+
+void Connection::on_process_ended(std::int64_t now) {
+  while (!dead() && receive_some(lanes_[0], now)) {  // what it said before, a goodbye perhaps
+  }
+  fail(Error{ErrorCode::kPeerDead, "the peer's process has ended"});
 }
 
 void Connection::say_bye() {

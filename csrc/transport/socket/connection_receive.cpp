@@ -205,6 +205,12 @@ void Connection::dispatch(Lane& lane, const FramePrefix& prefix, Bytes body) {
       return on_credit(body);
     case FrameType::kBye:
       return on_bye(lane, body);
+    case FrameType::kBorrow:
+      return on_borrow(lane, prefix, body);
+    case FrameType::kLent:
+      return on_lent(body);
+    case FrameType::kGiveBack:
+      return on_give_back(body);
   }
 }
 
@@ -272,6 +278,7 @@ void Connection::on_result(Bytes body) {
   Op* op = find_op(id);
   if (op == nullptr) return;  // given up before
   Status status = std::move(frame->status);
+  if (op->borrows && status.ok()) return fail(corrupt("the peer ended a borrow without lending"));
   if (op->is_read) {
     if (status.ok() && op->corrupt)
       status = corrupt("a segment's checksum differs from what the peer sent");
@@ -366,7 +373,7 @@ void Connection::on_read_go(const FramePrefix& prefix, Bytes body) {
   const auto head = parse_head<GoHead>(body);
   if (!head) return fail(head.error());
   Op* op = find_op(head->op);
-  if (op == nullptr || !op->is_read || !shm()) return;
+  if (op == nullptr || !op->is_read || op->borrows) return;
   const auto region = peer_regions_.find(head->region);
   if (region == peer_regions_.end())
     return complete(head->op, Error{ErrorCode::kTransport, "the peer's region is not shared"});

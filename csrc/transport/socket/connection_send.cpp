@@ -128,7 +128,7 @@ void Connection::push_read_request(Lane& lane, Op* op, Priority priority) {
   std::vector<Range> ranges;
   ranges.reserve(op->segments.size());
   for (const Segment& s : op->segments) ranges.push_back({s.remote_offset, s.bytes});
-  OutFrame frame{FrameType::kReadRequest, priority};
+  OutFrame frame{op->borrows ? FrameType::kBorrow : FrameType::kReadRequest, priority};
   frame.body =
       make_body(ReadHead{op->id, op->grant, ranges.size()}, std::span<const Range>(ranges));
   op->started = true;

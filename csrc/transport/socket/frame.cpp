@@ -69,7 +69,8 @@ Status check_prefix(const FramePrefix& p, bool shm, std::size_t message_head) {
   if (p.body_bytes > most_body_bytes(p, message_head))
     return corrupt(
         text("frame type ", static_cast<int>(p.type), " with a body of ", p.body_bytes, " bytes"));
-  const bool only_shm = type >= FrameType::kReadGo && type <= FrameType::kRegionGone;
+  const bool only_shm =
+      (type >= FrameType::kReadGo && type <= FrameType::kRegionGone) || type >= FrameType::kBorrow;
   if (shm ? type == FrameType::kReadData : only_shm)
     return corrupt(text("frame type ", static_cast<int>(p.type), " does not belong to this link"));
   const bool payload = !shm && (type == FrameType::kWrite || type == FrameType::kReadData);

@@ -39,8 +39,11 @@ enum class FrameType : std::uint8_t {
   kRegionGone,   // shm: RegionHead
   kCredit,       // Credit: what the peer may send
   kBye,          // last frame of a lane closed in order; on lane 0 ByeHead: where others follow
+  kBorrow,       // shm: ReadHead, Range*: may they be read where they lie?
+  kLent,         // shm: LentHead: they may
+  kGiveBack,     // shm: OpHead: they are not read any more, or not wanted after all
 };
-inline constexpr std::uint8_t kLastFrameType = static_cast<std::uint8_t>(FrameType::kBye);
+inline constexpr std::uint8_t kLastFrameType = static_cast<std::uint8_t>(FrameType::kGiveBack);
 
 inline constexpr std::uint16_t kFlagLast = 1;       // kWrite, kReadData: the operation's last chunk
 inline constexpr std::uint16_t kFlagUnchecked = 2;  // the pieces carry no checksum
@@ -95,6 +98,11 @@ struct GoHead {
   std::uint64_t op;
   std::uint64_t region;
 };
+struct LentHead {
+  std::uint64_t op;  // of the kBorrow, and the lease's number from here on
+  std::uint64_t region;
+  std::int64_t expires_ns;  // 0 = never
+};
 struct ByeHead {
   std::uint64_t lanes;  // bit n: lane n ends with a bye of its own
 };
@@ -115,7 +123,7 @@ std::vector<std::byte> make_body(const Head& head, std::span<const Item> items =
 // What a frame costs of the receiver's credits: the same for both sides.
 inline bool costs(FrameType type) {
   return type == FrameType::kMessage || type == FrameType::kWrite ||
-         type == FrameType::kReadRequest;
+         type == FrameType::kReadRequest || type == FrameType::kBorrow;
 }
 inline std::uint64_t cost_of(std::uint64_t body_bytes, std::uint64_t payload_bytes) {
   return kFrameCost + body_bytes + payload_bytes;

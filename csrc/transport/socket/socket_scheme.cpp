@@ -1,6 +1,7 @@
 #include "transport/socket/socket_scheme.h"
 
 #include "base/text.h"
+#include "transport/core/peer_process.h"
 #include "transport/socket/address.h"
 #include "transport/socket/connection.h"
 
@@ -12,6 +13,7 @@ class SocketScheme final : public Scheme {
   SocketScheme(bool shm, bool keyed) : shm_(shm), keyed_(keyed) {}
 
   std::string_view name() const noexcept override { return shm_ ? "shm" : "tcp"; }
+  bool lends() const noexcept override { return shm_; }
 
   Result<Listening> listen(std::string_view address) override {
     KVCORE_ASSIGN_OR_RETURN(Address parsed, allowed(address));
@@ -28,13 +30,7 @@ class SocketScheme final : public Scheme {
       out.failed = fd.error();
       return out;
     }
-    if (shm_) {
-      const auto pid = peer_of_same_user(fd->get());
-      if (pid)
-        out.peer_pid = *pid;
-      else
-        out.failed = pid.error();
-    }
+    if (shm_) out.failed = look_at_process(fd->get(), &out);
     if (out.failed.ok()) out.fd = std::move(*fd);
     return out;
   }
@@ -42,7 +38,7 @@ class SocketScheme final : public Scheme {
   Result<Dialled> accepted(UniqueFd fd) override {
     Dialled out;
     if (shm_) {
-      KVCORE_ASSIGN_OR_RETURN(out.peer_pid, peer_of_same_user(fd.get()));
+      KVCORE_RETURN_IF_ERROR(look_at_process(fd.get(), &out));
       out.peer_address = text("shm: pid ", out.peer_pid);
     } else {
       out.peer_address = peer_name(fd.get());
@@ -58,6 +54,18 @@ class SocketScheme final : public Scheme {
   }
 
  private:
+  // A process of another pid namespace is no error: its death is seen by the socket alone then, and
+  // nothing is lent to it.
+  static Status look_at_process(int fd, Dialled* out) {
+    KVCORE_ASSIGN_OR_RETURN(out->peer_pid, peer_of_same_user(fd));
+    auto process = PeerProcess::of(fd, static_cast<pid_t>(out->peer_pid));
+    if (process)
+      out->process = std::move(*process);
+    else if (process.error().code != ErrorCode::kUnsupported)
+      return process.error();
+    return {};
+  }
+
   Result<Address> allowed(std::string_view address) const {
     KVCORE_ASSIGN_OR_RETURN(Address parsed, parse_address(address));
     if (!keyed_ && !is_loopback(parsed))

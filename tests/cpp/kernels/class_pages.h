@@ -175,4 +175,42 @@ inline Tensor short_queries(std::int64_t rows, std::int64_t width, unsigned seed
   return q;
 }
 
+// Largest errors, for q, K and V of size 1. K: of lse, that is of a score, by the integers that
+// stand for the query: 14 bits for int8, 7 for k4 (whose own error is 0.1). V: bf16 rounds each
+// probability; codes have them as bytes on the step's scale (7 bits on AVX2), so that the error is
+// large where few tokens share the weight. fp8 is multiplied as f32.
+struct Tolerance {
+  double out, lse;
+};
+inline Tolerance tolerance(const HeadFormats& f, std::int64_t context) {
+  const double lse = f.k == Format::kK4 ? 8e-2 : f.k == Format::kInt8 ? 3e-4 : 2e-5;
+  const double p = f.v == Format::kFp8 ? 0 : 4e-2;
+  return {(2e-5 + p + lse / 4) / (context > 1000 ? 3 : 1), lse};
+}
+
+// Attends and compares with the loop in double precision.
+inline void expect_close(const ClassPages& pages, std::int32_t q_heads,
+                         const std::vector<Item>& items, const HeadFormats& worst,
+                         const std::string& what, std::int64_t window = 0, double cap = 0) {
+  std::int64_t tokens = 0;
+  for (const Item& i : items) tokens += i.q_len;
+  const Tensor q = short_queries(tokens, std::int64_t{q_heads} * pages.view().head_dim_k, 5);
+  const Output got = attend(pages, q_heads, items, q, nullptr, {{window}, cap});
+  std::int64_t row = 0;
+  for (const Item& i : items) {
+    const Errors e = compare(pages.view(), q_heads, i, q, got, row, window, cap);
+    const Tolerance most = tolerance(worst, i.context);
+    EXPECT_LT(e.out, most.out) << what << ", q_len " << i.q_len << ", context " << i.context;
+    EXPECT_LT(e.lse, most.lse) << what << ", q_len " << i.q_len << ", context " << i.context;
+    row += i.q_len;
+  }
+}
+
+inline std::string name_of(const HeadFormats& f) {
+  const auto name = [](Format x) {
+    return std::string(x == Format::kBf16 ? "bf16" : codec_name(x));
+  };
+  return name(f.k) + "/" + name(f.v);
+}
+
 }  // namespace kvcore::kernels::test

@@ -128,6 +128,7 @@ struct Sequence {
 struct Output {
   Tensor out;
   std::vector<float> lse;
+  std::vector<float> page_scores;  // [items][max_pages], where they were asked for
   bool same_row(std::int64_t row, const Output& o, std::int64_t other, std::int64_t heads) const {
     return std::memcmp(out.row(row), o.out.row(other),
                        static_cast<std::size_t>(out.width * size_of(out.dtype))) == 0 &&
@@ -163,7 +164,8 @@ struct Item {
 // the window leaves behind.
 template <class Pages>
 Output attend(const Pages& pages, std::int32_t q_heads, const std::vector<Item>& items,
-              const Tensor& q, ThreadPool* threads = nullptr, const PlanOptions& options = {}) {
+              const Tensor& q, ThreadPool* threads = nullptr, const PlanOptions& options = {},
+              bool page_scores = false) {
   const PagesView& p = pages.view();
   std::vector<std::int32_t> cu{0}, contexts;
   std::size_t max_pages = 1;
@@ -186,9 +188,11 @@ Output attend(const Pages& pages, std::int32_t q_heads, const std::vector<Item>&
                                     contexts.data(), table.data(), width, width});
   EXPECT_TRUE(status.ok()) << status.error().message;
   Output o{Tensor::zeros(cu.back(), std::int64_t{q_heads} * p.head_dim_v, q.dtype),
-           std::vector<float>(static_cast<std::size_t>(cu.back() * q_heads), 77.f)};
-  status = (*plan)->attend(
-      1, {q.bytes.data(), q.width, o.out.bytes.data(), o.out.width, o.lse.data(), q.dtype});
+           std::vector<float>(static_cast<std::size_t>(cu.back() * q_heads), 77.f),
+           std::vector<float>(page_scores ? table.size() : 0, 77.f)};
+  status =
+      (*plan)->attend(1, {q.bytes.data(), q.width, o.out.bytes.data(), o.out.width, o.lse.data(),
+                          q.dtype, page_scores ? o.page_scores.data() : nullptr});
   EXPECT_TRUE(status.ok()) << status.error().message;
   return o;
 }

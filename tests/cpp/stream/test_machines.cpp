@@ -36,6 +36,32 @@ Receiver opened() {
   return r;
 }
 
+// Two shares of two layers each, the second one layer further on: layer 1 is of both.
+TEST(Receiver, TellsEachLayerOnceWhenAllSharesHaveIt) {
+  const transport::GrantRef other{7, 8};
+  Receiver r({}, {{kShape, kGrant, 0}, {kShape, other, 1}}, local_host_id(), 1000, true);
+  StreamMessage open = message(MessageKind::kOpen);
+  r.on_open(LinkId{1}, open, "loopback");
+  open.grant = other;
+  r.on_open(LinkId{2}, open, "loopback");
+  std::vector<std::int32_t> layers;
+  const auto arrive = [&](std::uint64_t link, std::size_t share, const SliceRun& run) {
+    r.on_arrival(LinkId{link}, share, run, 100 * run.count, 10, {}, 10);
+    for (const auto& a : r.take_actions()) {
+      if (const auto* layer = std::get_if<Receiver::LayerArrived>(&a))
+        layers.push_back(layer->layer);
+    }
+  };
+  arrive(1, 0, {1, 0, 2});
+  arrive(2, 1, {0, 1, 1});
+  EXPECT_TRUE(layers.empty());  // of layer 1 one slice is missing
+  arrive(2, 1, {0, 0, 1});
+  arrive(2, 1, {0, 0, 2});  // again
+  arrive(2, 1, {1, 0, 2});
+  arrive(1, 0, {0, 0, 2});
+  EXPECT_EQ(layers, (std::vector<std::int32_t>{1, 2, 0}));
+}
+
 TEST(Receiver, CompletesOnlyWithEverySliceAndCommit) {
   for (const bool commit_first : {false, true}) {
     Receiver r = opened();

@@ -326,7 +326,7 @@ TEST(Encoded, ANumberWithoutACodeFailsTheHandOverByName) {
   for (Worker* w : {g.receiver.get(), g.senders[0].get()}) {
     const auto events = w->take();
     ASSERT_EQ(events.size(), 1u);
-    EXPECT_EQ(events[0].error.code, ErrorCode::kInvalidArgument);
+    EXPECT_EQ(events[0].error.code, ErrorCode::kUnsupported);
     EXPECT_NE(events[0].error.message.find("page 1, layer=2 head=0 K"), std::string::npos)
         << events[0].error.message;
   }

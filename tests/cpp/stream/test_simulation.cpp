@@ -3,6 +3,7 @@
 // and come back, at every moment. Clock, random source and order of steps are functions of the
 // seed, so the same seed gives the same trace. What must hold whatever happens:
 //   - complete = every slice equal to what its sender stamped, and the payload; else nothing counts
+//   - a layer is told once, right by then, and before the end
 //   - one end per hand-over and side
 //   - no byte lands in a page after its receiver let it go (it is reused at once and watched)
 //   - a sender's pages are not read once they are given back (they are overwritten at once)
@@ -10,6 +11,7 @@
 // STREAM_SEEDS=100000 runs more seeds.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdlib>
 #include <map>
 
@@ -66,6 +68,7 @@ struct HandOver {
   std::vector<std::int32_t> pages, slots;  // of the receiver
   std::vector<std::uint64_t> generations;  // when granted
   int received = 0;
+  std::array<bool, 3> layers{};  // told
   bool released = false, complete = false, reused = false, crashed = false;
 };
 
@@ -161,10 +164,11 @@ class Simulation {
   }
 
   // The stamps of sender i's only head inside a slice of the receiver.
-  int wrong_slices(const HandOver& h, std::uint64_t stamp) {
+  int wrong_slices(const HandOver& h, std::uint64_t stamp, std::int32_t first = 0,
+                   std::int32_t end = 3) {
     const auto& pool = *receiver().pool;
     int wrong = 0;
-    for (std::int32_t layer = 0; layer < 3; ++layer)
+    for (std::int32_t layer = first; layer < end; ++layer)
       for (std::size_t slot = 0; slot < h.slots.size(); ++slot) {
         const auto words = testing::body(pool, h.slots[slot], layer);
         const std::size_t each = words.size() / static_cast<std::size_t>(num_senders_);
@@ -189,7 +193,7 @@ class Simulation {
     std::vector<Share> shares;
     for (std::int32_t i = 0; i < num_senders_; ++i) shares.push_back({{0, 3}, {i, 1}});
     const auto grant = receiver().core->grant(id, h.slots, 0, h.num_tokens, clock_.now_ns(),
-                                              clock_.now_ns() + 5 * kSecond, shares);
+                                              clock_.now_ns() + 5 * kSecond, shares, true);
     must(grant.ok(), "a grant was refused");
     for (std::int32_t i = 0; grant.ok() && i < num_senders_; ++i) {
       Sending s;
@@ -309,9 +313,18 @@ class Simulation {
   }
 
   void on_received(HandOver& h, const StreamEvent& e) {
+    if (e.kind == StreamEvent::Kind::kLayerArrived) {
+      must(h.received == 0, "a layer after the end");
+      must(!std::exchange(h.layers[static_cast<std::size_t>(e.layer)], true), "a layer twice");
+      // Released or ended in the same step its pages may be another's by now.
+      if (receiver().pool->refs(h.slots[0])->io != 0)
+        must(wrong_slices(h, h.stamp, e.layer, e.layer + 1) == 0, "a layer with wrong bytes");
+      return;
+    }
     ++h.received;
     h.complete = e.kind == StreamEvent::Kind::kComplete;
     if (!h.complete) return;
+    must(h.layers == std::array{true, true, true}, "complete without all layers");
     must(e.payload == payload(h), "the payload of another");
     must(e.stats.bytes == e.stats.kv_bytes, "complete without all bytes");
     // Checked now, at the moment the decode side would start reading.

@@ -106,7 +106,7 @@ class CreditedLinks : public LinkTest {
 
 TEST_P(CreditedLinks, ASlowApplicationNeitherHidesItsPeerNorHoldsUpItsOwnOperations) {
   TransportOptions options = small(1UL << 20);
-  if (GetParam() != "rdma") options.keepalive_ns = 300 * kMs;  // a guest is slow
+  if (!is_rdma()) options.keepalive_ns = 300 * kMs;  // guests and fake NICs are slow
   connect(options, options);
   const std::vector<std::byte> message(64 * 1024);
   while (to_owner->send(message).ok()) {
@@ -164,6 +164,36 @@ TEST_P(CreditedLinks, WritesThatFailGiveTheirCreditsBack) {
     ASSERT_TRUE(to_owner->read(peer_region, {&s, 1}, GrantRef{1, 2}).ok());
     ASSERT_TRUE(peer->next<Completion>().has_value()) << i;
   }
+}
+
+// Whoever came first holds what he was promised, used or not: those who come later get the rest.
+TEST_P(CreditedLinks, AllLinksTogetherAreNeverPromisedMoreThanTheTotal) {
+  constexpr std::uint64_t kTotal = 4UL << 20, kLeast = 64UL << 10;
+  constexpr std::uint64_t kPeers = 8;
+  owner.emplace(make(small(kTotal)));
+  const auto address = owner->transport->listen(listen_address(GetParam()));
+  ASSERT_TRUE(address.ok()) << address.error().message;
+  std::vector<std::unique_ptr<Transport>> peers;
+  std::vector<std::shared_ptr<Link>> links;
+  std::uint64_t first = 0;
+  for (std::uint64_t i = 0; i < kPeers; ++i) {
+    peers.push_back(make({}));
+    links.push_back(take(peers.back()->connect(*address)));
+    ASSERT_TRUE(owner->next<Up>().has_value());
+    const std::int64_t until = now_ns() + 20'000 * kMs;
+    while (links[i]->info().credit_bytes < kLeast && now_ns() < until) ::usleep(1000);
+    if (i == 0) {  // alone it may have all of it
+      while (links[0]->info().credit_bytes < kTotal && now_ns() < until) ::usleep(1000);
+      first = links[0]->info().credit_bytes;
+    }
+  }
+  ::usleep(50'000);
+  EXPECT_EQ(first, kTotal);
+  std::uint64_t promised = 0;
+  for (const auto& link : links) promised += link->info().credit_bytes;
+  EXPECT_LE(promised, kTotal + kPeers * kLeast);
+  EXPECT_GE(links.back()->info().credit_bytes, kLeast);
+  for (const auto& peer : peers) peer->close();
 }
 
 TEST_P(CreditedLinks, TooLittleIsRefused) {

@@ -195,21 +195,6 @@ TEST_P(SocketLinks, GarbageIsDroppedAndTheServiceGoesOn) {
 
 // ---- another process
 
-// Runs `child` in a new process, which gets the address to connect to.
-pid_t fork_peer(const std::function<void(int from_parent)>& child, int* to_child) {
-  int pipe_fds[2];
-  EXPECT_EQ(::pipe(pipe_fds), 0);
-  const pid_t pid = ::fork();
-  if (pid == 0) {
-    ::close(pipe_fds[1]);
-    child(pipe_fds[0]);
-    ::_exit(0);
-  }
-  ::close(pipe_fds[0]);
-  *to_child = pipe_fds[1];
-  return pid;
-}
-
 // The child writes for ever into the grant it is sent.
 void write_for_ever(int from_parent) {
   char address[256] = {};

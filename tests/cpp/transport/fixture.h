@@ -142,6 +142,21 @@ inline std::vector<std::string> with_rdma(std::vector<std::string> links) {
   return links;
 }
 
+// Runs `child` in a new process, which gets the address to connect to.
+inline pid_t fork_peer(const std::function<void(int from_parent)>& child, int* to_child) {
+  int pipe_fds[2];
+  EXPECT_EQ(::pipe(pipe_fds), 0);
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    ::close(pipe_fds[1]);
+    child(pipe_fds[0]);
+    ::_exit(0);
+  }
+  ::close(pipe_fds[0]);
+  *to_child = pipe_fds[1];
+  return pid;
+}
+
 inline std::string message_of(const Status& status) {
   return status.ok() ? "ok" : text(to_string(status.error().code), ": ", status.error().message);
 }

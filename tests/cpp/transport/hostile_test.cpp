@@ -21,7 +21,7 @@
 namespace kvcore::transport {
 namespace {
 
-constexpr std::string_view kLabel = "kvcore-link-3";
+constexpr std::string_view kLabel = "kvcore-link-4";
 constexpr std::int64_t kInTimeMs = 1000;
 
 std::int64_t resident_bytes() {

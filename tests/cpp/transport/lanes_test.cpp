@@ -162,7 +162,7 @@ TEST_P(Lanes, AFullBackgroundConnectionDoesNotHoldUpTheStream) {
 std::optional<AuthSession> shake_hands(int fd, const std::string& key,
                                        const std::vector<std::byte>& hello) {
   auto auth = take(AuthSession::make(AuthSession::Side::kInitiator, std::as_bytes(std::span(key)),
-                                     "kvcore-link-3", hello));
+                                     "kvcore-link-4", hello));
   std::vector<std::byte> out = auth.start();
   while (!auth.established()) {
     if (::send(fd, out.data(), out.size(), MSG_NOSIGNAL) < 0) return std::nullopt;

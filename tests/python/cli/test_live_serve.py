@@ -186,12 +186,11 @@ def test_a_terminal_that_closes_during_the_start(
     model: Path, tmp_path: Path, ignored: bool
 ) -> None:
     """SIGHUP ends the server as SIGTERM does; not where nohup had it ignored."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN) if ignored else None
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
         serve = Serve(tmp_path, model, "--mono", "1")
     finally:
-        if ignored:
-            signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, before)
     try:
         assert "1 worker starting" in serve.wait(lambda: "starting" in serve.log and serve.log)
         serve.process.send_signal(signal.SIGHUP)

@@ -168,3 +168,25 @@ def test_parts_at_different_distances_are_refused() -> None:
     odd = np.zeros((4, 2, 24, 2, 64), np.float32)
     with pytest.raises(InvalidArgument, match="page_size=24"):
         kernels.AttentionPlan(kernels.TensorPages([odd]), 2)
+
+
+def test_read_only_pages_are_attended_to_but_never_appended_to() -> None:
+    rng = np.random.default_rng(3)
+    cache = rng.standard_normal((4, 2, 16, 2, 64), np.float32)
+    frozen = cache.copy()
+    frozen.flags.writeable = False
+    with pytest.raises(InvalidArgument, match="read-only"):
+        kernels.TensorPages([frozen])
+    q = rng.standard_normal((1, 4, 64), np.float32)
+    outs = []
+    for pages in (kernels.TensorPages([cache]), kernels.TensorPages([frozen], writable=False)):
+        plan = kernels.AttentionPlan(pages, 4)
+        plan.prepare([0, 1], [40], [[2, 0, 3]])
+        out = np.empty((1, 4, 64), np.float32)
+        plan.attend(0, q, out)
+        outs.append(out)
+    assert np.array_equal(*outs)
+    row = np.ones((1, 2, 64), np.float32)
+    with pytest.raises(InvalidArgument, match="writable=False"):
+        plan.append(0, row, row)
+    assert np.array_equal(frozen, cache)

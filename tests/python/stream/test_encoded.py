@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kvcore import stream
 from kvcore.compress import seal_pages
-from kvcore.errors import InvalidArgument
+from kvcore.errors import InvalidArgument, Unsupported
 from kvcore.pages import PageClass, PageSpec, Pool
 
 KEY = b"encoded hand-overs, 32 bytes in!"
@@ -100,3 +100,100 @@ def test_only_full_pages_without_content_can_arrive_compressed() -> None:
         with pytest.raises(InvalidArgument, match="sealed pages are immutable"):
             endpoint.grant(os.urandom(16), [to[0], *twin, to[4]], 130)
         assert pool.stats().io_pages == 0
+
+
+def ended(endpoint: stream.Endpoint) -> tuple[object, ...]:
+    """The one event of a hand-over."""
+    assert select.select([endpoint.event_fd], [], [], 10)[0]
+    (event,) = endpoint.poll()
+    return event
+
+
+@pytest.mark.parametrize("same_number", [True, False])
+@pytest.mark.parametrize("link", ["shm", "tcp"])
+def test_equal_classes_exchange_their_codes(link: str, same_number: bool, tmp_path: Path) -> None:
+    """Compressed at the sender already: the codes arrive bit for bit, whatever the class's number.
+
+    Under the same number nothing is staged: the slices leave as they lie.
+    """
+    address = f"shm:{tmp_path}/d" if link == "shm" else "tcp:127.0.0.1:0"
+    ours, theirs = Pool(SPEC, 8, huge_pages=False), Pool(SPEC, 16, huge_pages=False)
+    if not same_number:
+        theirs.add_class(PageClass(SPEC, [[("k4", "v3"), ("int8", "v4")]] * 4))
+    pages = ours.alloc(5, run_pages=1)
+    filled(ours, pages)
+    seal_pages(ours, pages[1:4], ours.add_class(CLASS))
+    with (
+        stream.Endpoint(theirs, [address], key=KEY, checksums="all") as receiver,
+        # Room for no slice: what had to be staged would be refused.
+        stream.Endpoint(
+            ours, key=KEY, checksums="all", staging_bytes=1 if same_number else 1 << 20
+        ) as sender,
+    ):
+        to, _ = receiving(theirs)
+        port = sender.open(receiver.grant(os.urandom(16), to, TOKENS), pages)
+        port.push_cached_upto(TOKENS)
+        port.commit(b"token")
+        assert ended(receiver)[0] == "complete"
+        for mine, his in zip(pages[1:4], to[1:4], strict=True):
+            for layer in range(SPEC.num_layers):
+                body = slice(64, None)  # after the header, which names the class
+                assert bytes_of(ours, mine, layer)[body] == bytes_of(theirs, his, layer)[body]
+            assert theirs.class_of(his) == (1 if same_number else 2)
+        theirs.decref(to)
+    assert ours.stats().io_pages == theirs.stats().held_pages == 0
+
+
+def test_compressed_pages_go_only_where_they_are_alike() -> None:
+    hub = stream.LoopbackHub()
+    ours, theirs = Pool(SPEC, 8, huge_pages=False), Pool(SPEC, 16, huge_pages=False)
+    pages = ours.alloc(5, run_pages=1)
+    filled(ours, pages)
+    other = ours.add_class(PageClass(SPEC, [[("k4", "v3"), ("int8", "v4")]] * 4))
+    seal_pages(ours, pages[1:4], other)
+    with (
+        stream.Endpoint(theirs, ["loopback:d"], hub=hub) as receiver,
+        stream.Endpoint(ours, hub=hub) as sender,
+    ):
+        to, _ = receiving(theirs)
+        grant = receiver.grant(os.urandom(16), to, TOKENS)
+        with pytest.raises(Unsupported, match="allowed: equal page size, layout"):
+            sender.open(grant, pages)
+        open_ones = theirs.alloc(5, run_pages=1)
+        grant = receiver.grant(os.urandom(16), open_ones, TOKENS)
+        with pytest.raises(Unsupported, match="page 1 of the list is compressed"):
+            sender.open(grant, pages)
+        assert ours.stats().io_pages == 0
+
+
+def test_what_cannot_be_encoded_fails_typed_and_goes_through_open_pages(tmp_path: Path) -> None:
+    """One value is not finite: both sides are told Unsupported, and where; open pages take it."""
+    ours, theirs = Pool(SPEC, 8, huge_pages=False), Pool(SPEC, 24, huge_pages=False)
+    pages = ours.alloc(5, run_pages=1)
+    filled(ours, pages)
+    k, v = ours.read_slice(pages[2], 1)
+    k[7, 0, 3] = 0x7F80  # infinity in bf16
+    ours.write_slice(pages[2], 1, k, v)
+    with (
+        stream.Endpoint(theirs, ["tcp:127.0.0.1:0"], key=KEY, checksums="all") as receiver,
+        stream.Endpoint(ours, key=KEY, checksums="all") as sender,
+    ):
+        to, _ = receiving(theirs)
+        port = sender.open(receiver.grant(os.urandom(16), to, TOKENS), pages)
+        port.push_cached_upto(TOKENS)
+        port.commit(b"token")
+        for endpoint in (receiver, sender):
+            kind, _, code, message = ended(endpoint)
+            assert (kind, code) == ("failed", "Unsupported")
+            assert "page 2, layer=1 head=0 K" in str(message) and "open pages" in str(message)
+        again = theirs.alloc(5, run_pages=1)
+        port = sender.open(receiver.grant(os.urandom(16), again, TOKENS), pages)
+        port.push_cached_upto(TOKENS)
+        port.commit(b"token")
+        assert ended(receiver)[0] == "complete"
+        assert theirs.read_slice(again[2], 1)[0][7, 0, 3] == 0x7F80
+        until = time.monotonic() + 5
+        while ours.stats().io_pages and time.monotonic() < until:
+            time.sleep(0.001)
+        assert sender.stats().staged_bytes == 0
+    assert ours.stats().io_pages == theirs.stats().io_pages == 0

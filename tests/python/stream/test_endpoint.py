@@ -15,7 +15,7 @@ from kvcore import _core, kernels, stream
 from kvcore.config import WorkerConfig
 from kvcore.errors import Cancelled, Corrupt, InvalidArgument, Unsupported
 from kvcore.pages import Pool
-from support.stream_pages import alloc, make_pool, stamp_pages, wrong_slices
+from support.stream_pages import alloc, make_pool, slice_of, stamp_pages, wrong_slices
 
 
 class Pair:
@@ -323,3 +323,52 @@ def test_a_fallback_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         assert (kind, stats.transport) == ("sent", "tcp")
         assert prefill.stats().fallbacks == 1
     assert "1 hand-over links fell back" in caplog.text
+
+
+def test_layers_are_told_as_they_arrive(pair: Pair) -> None:
+    """Each layer once, when its last slice is in place, and its KV can be read then."""
+    sender, to = pair.start(100, stamp=3, tell_layers=True)
+    seen = []
+    for layer in (2, 0):  # any order
+        sender.publish_upto(layer, 100)
+        ((kind, request, arrived),) = wait(pair.decode)
+        assert (kind, request, arrived) == ("layer", sender.request_id, layer)
+        for slot, page in enumerate(to):
+            k, _ = pair.b.read_slice(page, layer)
+            assert np.array_equal(k, slice_of(pair.b, 3, layer, slot)[0])
+        seen.append(layer)
+    sender.publish_upto(1, 64)  # a part of layer 1: nothing is told
+    for layer in (3, 4, 5):
+        sender.publish_upto(layer, 100)
+    events = wait(pair.decode, 3)
+    assert [e[2] for e in events] == [3, 4, 5]
+    sender.publish_upto(1, 100)
+    sender.commit()
+    events = wait(pair.decode, 2)
+    assert [e[0] for e in events] == ["layer", "complete"] and events[0][2] == 1
+    assert wait(pair.prefill)[0][0] == "sent"
+
+
+def test_layers_can_be_awaited(pair: Pair) -> None:
+    async def early() -> list[Any]:
+        seen: list[Any] = []
+        async for kind, _, what, *_ in pair.decode.events():
+            seen.append(what if kind == "layer" else kind)
+            if kind == "layer" and len(seen) == 1:
+                for layer in range(1, 6):  # only now: the first layer was told before the rest left
+                    sender.publish_upto(layer, 100)
+                sender.commit()
+            if kind == "complete":
+                return seen
+        raise AssertionError("the events ended")
+
+    sender, _ = pair.start(100, stamp=4, tell_layers=True)
+    sender.publish_upto(0, 100)
+    assert asyncio.run(asyncio.wait_for(early(), 10)) == [0, 1, 2, 3, 4, 5, "complete"]
+
+
+def test_layers_are_not_told_unasked(pair: Pair) -> None:
+    sender, _ = pair.start(100)
+    publish_all(sender)
+    sender.commit()
+    assert [e[0] for e in wait(pair.decode)] == ["complete"]
