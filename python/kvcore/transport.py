@@ -50,7 +50,7 @@ STREAM, PREFETCH, BACKGROUND = 0, 1, 2
 """Priority classes, highest first."""
 
 _RIGHTS = {"r": 1, "w": 2, "rw": 3}
-_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1033, 2, 4, 16
+_F_ADD_SEALS, _SEALS = 1033, 2 | 4 | 16  # SHRINK, GROW, FUTURE_WRITE: our mapping stays writable
 
 _SEGMENT = "(local offset, remote offset, bytes)"
 
@@ -128,7 +128,7 @@ class Region:
         self.nbytes = nbytes
         self.data = data
         self.id: int = transport._live().register_region(address, nbytes, fd)
-        # The capsule holds the memory even when the tensor is given other memory.
+        # The capsule holds the memory when the tensor is given other memory.
         transport._memory[self.id] = (owner, capsule)
 
     def grant(
@@ -458,8 +458,7 @@ class Transport:
         try:
             os.ftruncate(fd, nbytes)
             memory = mmap.mmap(fd, nbytes)
-            # This mapping stays writable.
-            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
             data = memoryview(memory)
             return Region(self, _core.transport.address_of(data)[0], nbytes, fd, data, memory)
         except (OSError, OverflowError, ValueError) as error:
@@ -571,9 +570,9 @@ class Transport:
         """
         if os.getpid() != self._pid:
             return
+        self._closed = True
         self._core.close()
         with self._lock:
-            self._closed = True
             self._memory.clear()
             self._pump_locked()
             self._waiters.close()
@@ -593,6 +592,8 @@ def _describe(tensor: Any) -> tuple[Any, int, int]:
         )
     try:
         capsule = tensor.__dlpack__()
+        if hasattr(tensor, "detach"):  # a tensor of its own: torch's capsule follows `x.data = y`
+            capsule = tensor.detach().__dlpack__()
     except (BufferError, RuntimeError) as error:  # a tensor that needs gradients, for one
         raise InvalidArgument(f"tensor cannot be exported: {error}") from error
     address, nbytes = _core.transport.address_of_dlpack(capsule)

@@ -18,8 +18,8 @@
 
 namespace kvcore::transport {
 
-inline constexpr std::size_t kMaxStrangers = 256;
-inline constexpr std::size_t kMaxStrangersPerSource = 128;
+inline constexpr std::size_t kMaxStrangers = 512;
+inline constexpr std::size_t kMaxStrangersPerSource = 256;
 inline constexpr std::int64_t kAcceptPauseNs = 100'000'000;
 
 class IoLoop {

@@ -354,7 +354,7 @@ def test_pages_belong_to_one_hand_over(pair: Pair) -> None:
 
 
 def test_addresses_are_a_list() -> None:
-    with pytest.raises(InvalidArgument, match="listen='tcp:127.0.0.1:0'"):
+    with pytest.raises(InvalidArgument, match=r"listen='tcp:127\.0\.0\.1:0'"):
         stream.Endpoint(make_pool(), "tcp:127.0.0.1:0")
 
 
