@@ -21,7 +21,7 @@ class Session:
         """Takes what was received; the messages that are complete, (type, fields) each.
 
         What the handshake answers is in :meth:`take_output`. Raises Unauthenticated, Corrupt,
-        Unsupported: close the connection then.
+        Unsupported: close the connection then; TransportError after one of those.
         """
     def take_output(self) -> bytes:
         """Bytes of the handshake that must be sent now; empty when there are none."""
@@ -29,7 +29,7 @@ class Session:
         """One message as a frame, to be sent after all that was encoded before it.
 
         Raises InvalidArgument for an unknown type, or a field that is missing, unknown or does not
-        fit; before the handshake has ended.
+        fit; TransportError before the handshake has ended.
         """
     @property
     def established(self) -> bool:
