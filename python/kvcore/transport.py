@@ -1,9 +1,9 @@
 """Links that move registered bytes between processes: messages, one-sided writes and reads.
 
-Addresses are ``tcp:HOST:PORT`` (port 0 picks one; ``tcp:[::]:PORT`` is IPv6 alone) and
-``shm:/path.sock`` (same host and user). The owner of memory grants ranges of a region; a peer that
-holds the grant's token writes into them or reads from them. Everything has a synchronous form and,
-with the suffix ``_async``, an asyncio form.
+Addresses are ``tcp:HOST:PORT`` (port 0 picks one, ``[::]`` is IPv6 alone) and ``shm:/path.sock``
+(same host and user). The owner of memory grants ranges of a region; a peer that holds the grant's
+token writes into them or reads from them. All has a synchronous and, with the suffix ``_async``, an
+asyncio form.
 
     with Transport() as t:
         link = t.connect("tcp:127.0.0.1:7000")
@@ -211,11 +211,10 @@ class Link:
     ) -> Op:
         """Write bytes of our region into the peer's granted ranges.
 
-        Args: segments: (local offset, remote offset, bytes) each, or an int64 array [n, 3] of them;
-        remote ranges must not overlap. grant: the token. tag: uint64 told to the peer on arrival.
-        deadline_s: seconds from now, then it ends with Timeout. priority: STREAM, PREFETCH or
-        BACKGROUND; a lower class moves only when no higher one can. checksum: tcp: each piece is
-        verified where it lands; shm ignores it.
+        Args: segments: (local offset, remote offset, bytes) each, or an int64 array [n, 3] of them.
+        grant: the token. tag: uint64 told to the peer on arrival. deadline_s: from now, then
+        Timeout. priority: lower classes wait for higher ones. checksum: tcp: verify each piece
+        where it lands.
         Raises: InvalidArgument, PeerDead; what goes wrong later is raised by the operation.
         """
         args = (region.id, _table(segments), grant, tag, _deadline(deadline_s), priority, checksum)
