@@ -24,6 +24,7 @@ test: cpp-test
 	$(VENV)/bin/pytest
 
 # RDMA over Soft-RoCE in QEMU guests; the Debian packages are those of tests/rdma/vm/packages.txt.
+# Writes tests/rdma/results/guests.json.
 test-rdma: build
 	$(VENV)/bin/pytest -m nightly --timeout 900 tests/rdma
 
@@ -38,8 +39,9 @@ lint:
 docs:
 	$(PY) docs/make_api.py
 
+# CHECK_OPTIONS=--without-guest where QEMU cannot run.
 check:
-	bash .ci/run
+	bash .ci/run $(CHECK_OPTIONS)
 
 # ASan+UBSan and TSan over the C++ tests; a report fails the run.
 sanitize:

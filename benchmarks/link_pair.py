@@ -123,9 +123,10 @@ class Pair:
 
     def write(self, segments: Segments, batches: int, **options: Any) -> float:
         """Seconds of ``batches`` batches, one after the other."""
+        table = np.array(segments, np.int64)
         start = time.perf_counter()
         for _ in range(batches):
-            self.link.write(self.region, segments, self.grant, **options).wait(30)
+            self.link.write(self.region, table, self.grant, **options).wait(30)
         return time.perf_counter() - start
 
     def verify(self, segments: Segments) -> None:

@@ -41,6 +41,7 @@ LAYER_S = 0.02  # of one chunk, most of it projections and MLP: idle here
 LEAST_ARRIVED = 0.97  # where the link carries LEAST_PACING of what is produced
 LEAST_PACING = 1.1
 MOST_LAYER_TIMES = 2.0
+KEEPALIVE_S = 30.0  # a busy machine may stop a process for seconds
 WIRE_SHARE = 1448 / 1514  # payload of a full packet on a veth, where tbf counts the whole of it
 # A packet that the kernel cuts only later (GSO) has up to 64 KiB; the queue holds what may be under
 # way, so that nothing is dropped.
@@ -89,7 +90,7 @@ def alloc(pool: Pool, num_pages: int, encode: bool) -> list[int]:
 def serve(address: str) -> None:
     """Grants and waits, one hand-over at a time."""
     pool = Pool(PageSpec(**SPEC), FRAMES)
-    endpoint = stream.Endpoint(pool, [address], key=KEY)
+    endpoint = stream.Endpoint(pool, [address], key=KEY, keepalive_s=KEEPALIVE_S)
     for line in sys.stdin:
         command = json.loads(line)
         if "tokens" in command:
@@ -167,7 +168,8 @@ def hand_over(
 @contextlib.contextmanager
 def paced(prefill: Prefill, receiver: Receiver, rate: int) -> Iterator[stream.Endpoint]:
     """An endpoint whose links are paced by their own token bucket; 0 = not at all."""
-    with stream.Endpoint(prefill.pool, key=KEY, pacing_bytes_per_s=rate) as endpoint:
+    options: dict[str, Any] = dict(key=KEY, pacing_bytes_per_s=rate, keepalive_s=KEEPALIVE_S)
+    with stream.Endpoint(prefill.pool, **options) as endpoint:
         hand_over(receiver, endpoint, prefill, cached=True)  # connects
         yield endpoint
 
@@ -183,7 +185,7 @@ class Shaped:
         self, prefill: Prefill, receiver: Receiver, rate: int
     ) -> Iterator[stream.Endpoint]:
         with self.network.inside("prefill"):
-            endpoint = stream.Endpoint(prefill.pool, key=KEY)
+            endpoint = stream.Endpoint(prefill.pool, key=KEY, keepalive_s=KEEPALIVE_S)
         with endpoint:
             wire = rate / WIRE_SHARE
             for _ in range(2):  # the first tells what our own frames cost, and connects

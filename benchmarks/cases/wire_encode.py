@@ -77,7 +77,8 @@ def measure(address: str, prefill: Prefill, rounds: int) -> Iterator[Result]:
     ways = {"alone": Taken(), "bf16": Taken(), "encoded": Taken()}
     stats: list[Any] = []
     prefill.run(None)
-    with stream.Endpoint(prefill.pool, key=overlap.KEY) as endpoint:
+    keepalive_s = overlap.KEEPALIVE_S
+    with stream.Endpoint(prefill.pool, key=overlap.KEY, keepalive_s=keepalive_s) as endpoint:
 
         def hand_over(encode: bool) -> float:
             done = overlap.hand_over(receiver, endpoint, prefill, encode)

@@ -90,6 +90,8 @@ std::vector<T> triples(const py::sequence& list) {
   std::vector<T> out;
   for (const py::handle item : list) {
     const auto t = item.cast<py::tuple>();
+    constexpr std::size_t kColumns = std::is_same_v<T, Segment> ? 3 : 2;
+    if (t.size() != kColumns) throw py::value_error("a row has another number of columns");
     if constexpr (std::is_same_v<T, Segment>)
       out.push_back(
           {t[0].cast<std::uint64_t>(), t[1].cast<std::uint64_t>(), t[2].cast<std::uint64_t>()});
@@ -160,6 +162,14 @@ py::dict to_dict(const LinkInfo& info) {
   d["queued_bytes"] = info.queued_bytes;
   d["credit_bytes"] = info.credit_bytes;
   d["credit_stall_ns"] = info.credit_stall_ns;
+  py::list rails;
+  for (const RailInfo& r : info.rails)
+    rails.append(py::dict(py::arg("device") = r.device, py::arg("ready") = r.ready,
+                          py::arg("bytes_posted") = r.bytes_posted, py::arg("errors") = r.errors,
+                          py::arg("rate_bytes_per_s") = r.rate_bytes_per_s,
+                          py::arg("rate_cuts") = r.rate_cuts, py::arg("congestion") = r.congestion,
+                          py::arg("marked") = r.marked, py::arg("lost") = r.lost));
+  d["rails"] = rails;
   return d;
 }
 

@@ -13,7 +13,8 @@ Core::Core(std::shared_ptr<pages::Pool> pool, transport::Transport* transport,
       inbox_(std::move(inbox)),
       options_(options),
       region_(region),
-      stamper_(pool_, options.checksums != Checksums::kOff) {}
+      stamper_(pool_, options.checksums != Checksums::kOff),
+      claimed_(static_cast<std::size_t>(pool_->num_pages())) {}
 
 Result<std::unique_ptr<Core>> Core::make(std::shared_ptr<pages::Pool> pool,
                                          transport::Transport* transport,
@@ -260,7 +261,7 @@ void Core::revoke_all(Incoming& in) {
 
 void Core::after_fence(Incoming& in) {
   if (in.machine.state() == Receiver::State::kComplete) finish_pages(in);
-  io_release(in.pages);
+  unclaim(in.pages);
 }
 
 void Core::on_fenced(const transport::Fenced& fenced) {

@@ -224,6 +224,8 @@ class Core {
   void finish_pages(const Incoming& in);
   void revoke_all(Incoming& in);
   void send(transport::LinkId link, const StreamMessage& message);
+  Status claim(std::span<const std::int32_t> pages);
+  void unclaim(std::span<const std::int32_t> pages);
   void io_release(std::span<const std::int32_t> pages);
 
   const std::shared_ptr<pages::Pool> pool_;
@@ -234,6 +236,7 @@ class Core {
   SliceStamper stamper_;
   std::vector<std::string> addresses_;
   std::map<RequestId, Incoming> incoming_;
+  std::vector<bool> claimed_;  // [num_pages], by one of incoming_
   std::unique_ptr<Staging> staging_;
   std::map<std::uint64_t, std::pair<RequestId, std::size_t>> by_grant_;  // GrantRef::id -> share
   std::map<std::uint64_t, Outgoing> outgoing_;

@@ -11,7 +11,9 @@ namespace {
 std::string scheme_part(const std::string& address) { return address.substr(0, address.find(':')); }
 
 int preference(const std::string& scheme) {
-  return scheme == "loopback" ? 0 : scheme == "shm" ? 1 : scheme == "tcp" ? 2 : -1;
+  constexpr std::string_view kBestFirst[] = {"loopback", "shm", "rdma", "tcp"};
+  const auto it = std::find(std::begin(kBestFirst), std::end(kBestFirst), scheme);
+  return it == std::end(kBestFirst) ? -1 : static_cast<int>(it - std::begin(kBestFirst));
 }
 
 }  // namespace

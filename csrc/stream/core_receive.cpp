@@ -93,15 +93,38 @@ Result<std::vector<std::byte>> Core::grant(const RequestId& id, std::span<const 
   g.num_tokens = num_tokens;
   g.ttl_ns = deadline_ns - now_ns;
   if (const Status fits = g.check(); !fits) return invalid_argument(fits.error().message);
-  KVCORE_RETURN_IF_ERROR(pool_->io_acquire(pages));
+  KVCORE_RETURN_IF_ERROR(claim(pages));
   if (const Status made = make_grants(g, deadline_ns); !made) {
-    io_release(pages);
+    unclaim(pages);
     return made.error();
   }
   for (std::size_t share = 0; share < g.shares.size(); ++share)
     by_grant_.emplace(g.shares[share].grant.id, std::pair(id, share));
   incoming_.emplace(id, incoming(g, pages, deadline_ns, tell_layers));
   return g.encode();
+}
+
+// All or none: io refs, and that no other hand-over fills the same pages.
+Status Core::claim(std::span<const std::int32_t> pages) {
+  KVCORE_RETURN_IF_ERROR(pool_->io_acquire(pages));
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    const auto page = static_cast<std::size_t>(pages[i]);
+    if (!claimed_[page]) {
+      claimed_[page] = true;
+      continue;
+    }
+    for (const std::int32_t taken : pages.first(i))
+      claimed_[static_cast<std::size_t>(taken)] = false;
+    io_release(pages);
+    return invalid_argument(
+        text("pages[", i, "]=", pages[i], " is granted already: one page, one hand-over"));
+  }
+  return {};
+}
+
+void Core::unclaim(std::span<const std::int32_t> pages) {
+  for (const std::int32_t page : pages) claimed_[static_cast<std::size_t>(page)] = false;
+  io_release(pages);
 }
 
 // One transport grant for each share, or none at all.

@@ -196,6 +196,17 @@ using Event = std::variant<Up, Completion, Arrival, Message, Fenced, Borrowed, R
 
 using Digest = std::array<std::byte, 32>;  // all zero = none
 
+// One NIC of an rdma link.
+struct RailInfo {
+  std::string device;
+  bool ready = false;                  // false: being made, or resting after errors
+  std::uint64_t bytes_posted = 0;      // by this link
+  std::uint64_t errors = 0;            // of this link's queue pairs there
+  std::uint64_t rate_bytes_per_s = 0;  // what congestion leaves of it; 0 = the line rate
+  std::uint64_t rate_cuts = 0;
+  std::uint64_t congestion = 0, marked = 0, lost = 0;  // the device's counters (nic_counters.h)
+};
+
 struct LinkInfo {
   LinkId id;
   std::string scheme;  // "loopback", "shm", "tcp", "rdma"
@@ -213,6 +224,7 @@ struct LinkInfo {
   std::uint64_t queued_bytes;     // posted, not yet sent: what pacing or credits hold back
   std::uint64_t credit_bytes;     // what the peer lets us send right now
   std::uint64_t credit_stall_ns;  // how long something waited for that
+  std::vector<RailInfo> rails;    // rdma: as of some 10 ms ago
 };
 
 class Link {
@@ -319,7 +331,7 @@ class Transport {
   // Returns the address with the port filled in. InvalidArgument: a tcp address that is not
   // loopback while the key is empty.
   virtual Result<std::string> listen(std::string_view address) = 0;
-  // Returns at once with a link to post on; Up or Down follows.
+  // Returns at once with a link to post on; Up or Down follows. A host name is looked up elsewhere.
   virtual Result<std::shared_ptr<Link>> connect(std::string_view address) = 0;
   virtual std::shared_ptr<Link> link(LinkId id) const = 0;  // null once Down was queued
 

@@ -47,7 +47,8 @@ constexpr FieldSpec kHeartbeat[] = {
     {7, "stats_values", kListF64, kOptional}, {8, "kv_table", kStr, kOptional},
 };
 // Which formats the KV of a sequence that decodes may take; "" = the worker's own choice.
-#define KVCORE_KV_PROFILE {15, "kv_profile", kStr, kOptional}
+#define KVCORE_KV_PROFILE \
+  { 15, "kv_profile", kStr, kOptional }
 constexpr FieldSpec kGenerate[] = {KVCORE_REQUEST_FIELDS, KVCORE_KV_PROFILE};
 constexpr FieldSpec kReserve[] = {KVCORE_REQUEST_FIELDS, KVCORE_KV_PROFILE};
 constexpr FieldSpec kReserved[] = {
@@ -91,10 +92,6 @@ constexpr FieldSpec kPrefixEvents[] = {
     {3, "stored", kListBytes, kOptional}, {4, "removed", kListBytes, kOptional},
     {5, "snapshot", kU64, kOptional},
 };
-constexpr FieldSpec kStatsReply[] = {
-    {1, "names", kListStr, kOptional},
-    {2, "values", kListF64, kOptional},
-};
 constexpr FieldSpec kGoodbye[] = {{1, "reason", kStr, kOptional}};
 
 constexpr MessageSpec kMessages[] = {
@@ -114,8 +111,6 @@ constexpr MessageSpec kMessages[] = {
     {14, "prefix_resync", {}},             // router -> worker: send a snapshot
     {15, "drain", {}},
     {16, "drained", {}},
-    {17, "stats", {}},
-    {18, "stats_reply", kStatsReply},
     {19, "goodbye", kGoodbye},  // last frame of a connection that is closed in order
 };
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import contextlib
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -14,6 +15,25 @@ if TYPE_CHECKING:
     from kvcore.transport import Link
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def numbers_in(field: str, shape: str, rows: Any) -> Iterator[None]:
+    """What the core cannot read as rows of numbers is InvalidArgument, naming the row."""
+    try:
+        yield
+    except errors.KvcoreError:
+        raise
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        columns = shape.count(",") + 1
+        for i, row in enumerate(rows):
+            numbers = isinstance(row, tuple | list) and all(
+                isinstance(value, int) and 0 <= value < 1 << 63 for value in row
+            )
+            if not numbers or len(row) != columns:
+                text = f"{field}[{i}]={row!r} must be {shape}, integers in 0 to 2**63 - 1"
+                raise errors.InvalidArgument(text) from error
+        raise errors.InvalidArgument(f"{field}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -108,10 +128,11 @@ class Posted(Generic[T]):
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Its result. Raises: the operation's error; Timeout when it has not ended in time."""
-        return self._link._transport._wait(self._outcome, timeout_s, "operation")
+        return self._link._transport._wait(self, self._outcome, timeout_s, "operation")
 
     def __await__(self) -> Generator[Any, None, T]:
-        return self._link._transport._wait_async(self._outcome, None, "operation").__await__()
+        wait = self._link._transport._wait_async(self, self._outcome, None, "operation")
+        return wait.__await__()
 
 
 class Op(Posted[int]):

@@ -17,12 +17,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from kvcore.config import read_key_file
 from kvcore.errors import InvalidArgument, KvcoreError, PeerDead, Timeout, Unauthenticated
 from kvcore.transport import Link, Region, Transport
 
@@ -33,9 +34,13 @@ log = logging.getLogger("kvcore.bench")
 REGION_BYTES = 64 << 20
 BLOCKS_KIB = (4, 64, 1024)
 _MOST_SEGMENTS = 1024  # of one operation
-_PING, _BYE = b"ping", b"bye"
-_KEY_BYTES = 32
+_PING, _BYE, _BUSY = b"ping", b"bye", b"busy"
 _WAIT_S = 10.0
+_IDLE_S = 30.0  # of side B; then the next may measure
+
+
+class _Refused(PeerDead):
+    """Side A answers, but not with what can be measured."""
 
 
 @dataclass
@@ -61,19 +66,6 @@ class LinkFigures:
     error: str = ""
 
 
-def read_key(path: str) -> bytes:
-    """The 32 bytes of a key file; empty for no path. Raises: InvalidArgument."""
-    if not path:
-        return b""
-    key = Path(path).read_bytes()
-    if len(key) != _KEY_BYTES:
-        raise InvalidArgument(
-            f"key_file={path} has {len(key)} bytes, must have {_KEY_BYTES}: "
-            f"head -c {_KEY_BYTES} /dev/urandom > {path}, and the same file on both sides"
-        )
-    return key
-
-
 def serve(addresses: Sequence[str], key: bytes, announce: Callable[[str], None]) -> None:
     """Side A: listens and answers one measuring side after the other, until interrupted.
 
@@ -84,11 +76,18 @@ def serve(addresses: Sequence[str], key: bytes, announce: Callable[[str], None])
         region.data[:] = bytes(REGION_BYTES)
         for address in addresses:
             announce(_listen(transport, address))
+        measured: threading.Thread | None = None
         while True:
             link = transport.accept()
+            if measured is not None:
+                measured.join(1.0)  # it may just be at its last words
+                if measured.is_alive():
+                    link.send(_BUSY)
+                    link.close()
+                    continue
             log.info("measured by %s", link.info()["peer_address"])
-            with contextlib.suppress(KvcoreError):  # it has gone: the next one
-                _answer(link, region)
+            measured = threading.Thread(target=_answer, args=(link, region), daemon=True)
+            measured.start()
 
 
 def _listen(transport: Transport, address: str) -> str:
@@ -99,10 +98,12 @@ def _listen(transport: Transport, address: str) -> str:
 
 
 def _answer(link: Link, region: Region) -> None:
-    with region.grant(rights="rw") as grant:
-        link.send(json.dumps({"token": grant.token.hex(), "bytes": region.nbytes}).encode())
-        while (message := link.recv()) != _BYE:
-            link.send(message)
+    with contextlib.suppress(KvcoreError):  # it has gone, or sleeps: the next one
+        with region.grant(rights="rw") as grant:
+            link.send(json.dumps({"token": grant.token.hex(), "bytes": region.nbytes}).encode())
+            while (message := link.recv(_IDLE_S)) != _BYE:
+                link.send(message)
+        link.close()
 
 
 def measure(address: str, key: bytes, repetitions: int = 5) -> LinkFigures:
@@ -120,15 +121,14 @@ def measure(address: str, key: bytes, repetitions: int = 5) -> LinkFigures:
 
 def _advice(address: str, error: KvcoreError) -> str:
     if isinstance(error, Unauthenticated):
-        return f"{error}; --key-file must hold the same {_KEY_BYTES} bytes on both sides"
-    if isinstance(error, (PeerDead, Timeout)):
+        return f"{error}; --key-file must hold the same 32 bytes on both sides"
+    if isinstance(error, (PeerDead, Timeout)) and not isinstance(error, _Refused):
         return f"{error}; does `kvcore bench link --a ...` serve there, and is the way open?"
     return str(error)
 
 
 def _measure(transport: Transport, link: Link, figures: LinkFigures, repetitions: int) -> None:
-    granted = json.loads(link.recv(_WAIT_S))
-    token, nbytes = bytes.fromhex(granted["token"]), min(granted["bytes"], REGION_BYTES)
+    token, nbytes = _granted(link.recv(_WAIT_S))
     region = transport.allocate(nbytes)
     region.data[:] = bytes(nbytes)
     figures.scheme = link.info()["scheme"]
@@ -155,6 +155,18 @@ def _measure(transport: Transport, link: Link, figures: LinkFigures, repetitions
         figures.write_gbps[kib] = moved / _median(write, repetitions) / 1e9
         figures.read_gbps[kib] = moved / _median(read, repetitions) / 1e9
     link.send(_BYE)
+
+
+def _granted(message: bytes) -> tuple[bytes, int]:
+    """Token and size of side A's region."""
+    if message == _BUSY:
+        raise _Refused("side A is being measured by another process: try again when it has ended")
+    try:
+        granted = json.loads(message)
+        return bytes.fromhex(granted["token"]), min(granted["bytes"], REGION_BYTES)
+    except (ValueError, KeyError, TypeError) as error:
+        text = f"its first message is {message[:40]!r}: no `kvcore bench link --a` serves there"
+        raise _Refused(text) from error
 
 
 def _blocks(nbytes: int, block: int) -> list[tuple[int, int, int]]:
@@ -220,7 +232,7 @@ def run(a: Sequence[str], b: Sequence[str], key_file: str, as_json: bool, repeti
     With both, or neither, side A runs in a second process here; neither means every link that two
     processes of this host can have. Returns 1 when a link could not be measured.
     """
-    key = read_key(key_file)
+    key = read_key_file(key_file) if key_file else b""
     if a and not b:
         serve(a, key, lambda address: print(f"listening on {address}", flush=True))
         return 0

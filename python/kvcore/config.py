@@ -111,11 +111,20 @@ class WorkerConfig:
     )
     dtype: str = _opt("bfloat16", "weights and KV", choices=("bfloat16", "float32"))
     threads: int = _opt(1, "compute threads of each worker", low=1, high=1024)
-    transport: str = _opt("shm", "how KV moves between workers", choices=("shm", "tcp"))
+    transport: str = _opt(
+        "shm",
+        "how KV moves between workers; only rdma-or-tcp falls back, and says so",
+        choices=("shm", "tcp", "rdma", "rdma-or-tcp"),
+    )
     checksums: str = _opt("sampled", "KV checksums on shm", choices=("sampled", "all", "off"))
     pacing_bytes_per_s: int = _opt(0, "limit of the KV stream, 0 = none", low=0, size=True)
     max_batch: int = _opt(64, "sequences decoded together", low=1, high=4096)
     token_budget: int = _opt(512, "prompt tokens computed per step", low=16, high=65536)
+
+    @property
+    def allow_fallback(self) -> bool:
+        """Whether KV may move another way than the preferred one."""
+        return self.transport == "rdma-or-tcp"
 
 
 @dataclasses.dataclass(frozen=True)

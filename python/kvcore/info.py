@@ -32,7 +32,7 @@ def gather() -> dict[str, Any]:
         "huge_pages": _huge_pages(),
         "io_uring": _io_uring(),
         "memory": _memory(),
-        "transports": ["shm", "tcp"],
+        "transports": _transports(),
         "kv_profiles": _kv_profiles(),
         "build": _build(),
     }
@@ -84,6 +84,10 @@ def _cuda() -> dict[str, Any]:
     driver.cuDriverGetVersion(ctypes.byref(version))
     seen = f"driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
     return _answer(False, f"{seen} with {count.value} devices, but this build has no CUDA kernels")
+
+
+def _transports() -> list[str]:
+    return ["shm", "tcp", *(["rdma"] if _rdma()["available"] else [])]
 
 
 def _rdma() -> dict[str, Any]:

@@ -22,6 +22,7 @@ hand-over is fenced first: when ``release`` returns, no byte can land in its pag
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -44,10 +45,13 @@ __all__ = [
     "describe_grant",
     "heads_of_rank",
     "plan_shares",
+    "stream_addresses",
 ]
 
 Sender = _core.stream.Sender
 LoopbackHub = _core.stream.LoopbackHub
+
+log = logging.getLogger(__name__)
 
 _CHECKSUMS = {"off": 0, "sampled": 1, "all": 2}
 
@@ -113,7 +117,7 @@ class StreamStats:
         tail_s: from the end of the last attention to the last slice; 0 without a common clock.
         exposed_s: from the commit to complete: what the hand-over adds to the time to first token.
         duplicates, dropped: slices that came again; messages and arrivals that did not fit.
-        transport: "shm", "tcp" or "loopback".
+        transport: "shm", "rdma", "tcp" or "loopback".
     """
 
     bytes: int
@@ -170,8 +174,8 @@ class Endpoint(_core.stream.Endpoint):
     Args:
         pool: the pages to send from and receive into.
         listen: addresses to receive on: "shm:/path.sock", "tcp:127.0.0.1:0" (a port is picked),
-            "loopback:NAME" (with ``hub``). A sender uses shm on the same host, else tcp. Empty:
-            this worker only sends.
+            "rdma:10.0.0.1:0", "loopback:NAME" (with ``hub``). A sender uses shm on the same host,
+            else rdma, else tcp. Empty: this worker only sends.
         key: pre-shared, 32 bytes; empty only for shm and loopback addresses.
         identity: told to peers in the handshake, at most 256 bytes.
         checksums: "all" (each slice verified), "sampled" (each over tcp, one in 16 over shm) or
@@ -215,6 +219,8 @@ class Endpoint(_core.stream.Endpoint):
     ) -> None:
         if checksums not in _CHECKSUMS:
             raise InvalidArgument(f"checksums='{checksums}' is unknown: allowed off, sampled, all")
+        if isinstance(listen, str):
+            raise InvalidArgument(f"listen={listen!r} must be a list of addresses")
         super().__init__(
             pool,
             list(listen),
@@ -233,6 +239,7 @@ class Endpoint(_core.stream.Endpoint):
             staging_bytes,
         )
         self.pool = pool
+        self._fallbacks_told = 0
 
     def grant(
         self,
@@ -309,7 +316,13 @@ class Endpoint(_core.stream.Endpoint):
         hand-over holds no refs (a failed sender: as soon as its writes under way have ended).
         """
         events: list[tuple[Any, ...]] = []
-        for kind, request_id, what, message, stats in self._poll():
+        waiting = self._poll()
+        if waiting and (fallbacks := self._stats()["fallbacks"]) > self._fallbacks_told:
+            self._fallbacks_told = fallbacks
+            log.warning(
+                "%d hand-over links fell back to another address than the preferred one", fallbacks
+            )
+        for kind, request_id, what, message, stats in waiting:
             if kind == "complete":
                 events.append((kind, request_id, what, StreamStats(**stats)))
             elif kind == "sent":
@@ -371,6 +384,23 @@ class LayerStep(_core.stream.LayerStep):
         super().__init__(plan, list(senders))
         self.plan = plan
         self.pool = plan.pool
+
+
+def stream_addresses(transport: str, socket: str) -> list[str]:
+    """Where a worker of this host receives.
+
+    Args:
+        transport: "shm", "tcp", "rdma", or "rdma-or-tcp": both, and tcp alone where there can be no
+            rdma link, which is logged as a warning.
+        socket: the path of the shm address.
+    """
+    if transport == "shm":
+        return [f"shm:{socket}"]
+    schemes = transport.split("-or-")
+    if len(schemes) > 1 and (missing := _core.transport.rdma_missing()):
+        log.warning("transport = %s: KV moves over tcp, %s", transport, missing)
+        schemes = ["tcp"]
+    return [f"{scheme}:127.0.0.1:0" for scheme in schemes]
 
 
 def describe_grant(grant: bytes) -> dict[str, Any]:

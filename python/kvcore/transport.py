@@ -1,9 +1,8 @@
 """Links that move registered bytes between processes: messages, one-sided writes and reads.
 
 Addresses are ``tcp:HOST:PORT`` (port 0 picks one, ``[::]`` is IPv6 alone) and ``shm:/path.sock``
-(same host and user). The owner of memory grants ranges of a region; a peer that holds the grant's
-token writes into them or reads from them. All has a synchronous and, with the suffix ``_async``, an
-asyncio form.
+(same host and user). The owner of memory grants ranges of a region; a peer that holds the token
+writes into them or reads from them. All has a synchronous and, with ``_async``, an asyncio form.
 
     with Transport() as t:
         link = t.connect("tcp:127.0.0.1:7000")
@@ -17,21 +16,20 @@ may be used from several threads. The contract of order, memory and failure is t
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import fcntl
 import mmap
 import os
-import select
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvcore import _core, errors
-from kvcore._operations import Arrival, Borrow, Borrowed, Op, Posted, Returned
-from kvcore.errors import InvalidArgument, Timeout
+from kvcore._operations import Arrival, Borrow, Borrowed, Op, Posted, Returned, numbers_in
+from kvcore._waiting import Waiters, seconds
+from kvcore.errors import InvalidArgument
 
 __all__ = [
     "BACKGROUND",
@@ -52,8 +50,9 @@ STREAM, PREFETCH, BACKGROUND = 0, 1, 2
 """Priority classes, highest first."""
 
 _RIGHTS = {"r": 1, "w": 2, "rw": 3}
-_SLICE_S = 0.02  # another thread may have taken the event this one waits for
-_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1033, 2, 4, 16
+_F_ADD_SEALS, _SEALS = 1033, 2 | 4 | 16  # SHRINK, GROW, FUTURE_WRITE: our mapping stays writable
+
+_SEGMENT = "(local offset, remote offset, bytes)"
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Posted[Any])
@@ -84,18 +83,19 @@ class Grant:
         back. Raises: Timeout; then the ranges are still lent, and must be left alone.
         """
         transport = self._transport
-        if transport._core.revoke_grant(self.token):
+        if transport._live().revoke_grant(self.token):
             transport._fences.add(self.token)
         if self.token in transport._fences:
-            transport._wait(lambda: transport._take_fenced(self.token), timeout_s, "fence")
+            ready = lambda: transport._take_fenced(self.token)  # noqa: E731
+            transport._wait(transport._fences, ready, timeout_s, "fence")
 
     def returned(self, timeout_s: float | None = None) -> Returned:
         """The next lease of it that has ended. Raises: Timeout."""
-        return self._transport._wait(self._next_returned, timeout_s, "lease")
+        return self._transport._wait(self, self._next_returned, timeout_s, "lease")
 
     async def returned_async(self, timeout_s: float | None = None) -> Returned:
         """:meth:`returned` for asyncio."""
-        return await self._transport._wait_async(self._next_returned, timeout_s, "lease")
+        return await self._transport._wait_async(self, self._next_returned, timeout_s, "lease")
 
     def _next_returned(self) -> Returned | None:
         return self._returned.popleft() if self._returned else None
@@ -114,14 +114,22 @@ class Region:
     """
 
     def __init__(
-        self, transport: Transport, address: int, nbytes: int, fd: int, data: Any, owner: Any
+        self,
+        transport: Transport,
+        address: int,
+        nbytes: int,
+        fd: int,
+        data: Any,
+        owner: Any,
+        capsule: Any = None,
     ) -> None:
         self._transport = transport
         self._owner = owner
         self.nbytes = nbytes
         self.data = data
-        self.id: int = transport._core.register_region(address, nbytes, fd)
-        transport._memory[self.id] = owner
+        self.id: int = transport._live().register_region(address, nbytes, fd)
+        # The capsule holds the memory when the tensor is given other memory.
+        transport._memory[self.id] = (owner, capsule)
 
     def grant(
         self,
@@ -138,10 +146,10 @@ class Region:
         """
         if rights not in _RIGHTS:
             raise InvalidArgument(f"rights={rights!r} must be one of 'r', 'w', 'rw'")
-        expires = 0 if expires_s is None else _core.transport.now_ns() + int(expires_s * 1e9)
-        token = self._transport._core.create_grant(
-            self.id, list(ranges or [(0, self.nbytes)]), _RIGHTS[rights], expires, peer
-        )
+        whole = [(0, self.nbytes)] if ranges is None else list(ranges)
+        args = (_RIGHTS[rights], _deadline("expires_s", expires_s), peer)
+        with numbers_in("ranges", "(offset, bytes)", whole):
+            token = self._transport._live().create_grant(self.id, whole, *args)
         return Grant(self._transport, token)
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -162,7 +170,7 @@ class Region:
 
     def unregister(self) -> None:
         """Revoke its grants and forget it. Raises: InvalidArgument while operations use it."""
-        self._transport._core.unregister_region(self.id)
+        self._transport._live().unregister_region(self.id)
         self._transport._memory.pop(self.id, None)
         self._owner = self.data = None
 
@@ -173,6 +181,7 @@ class Link:
     def __init__(self, transport: Transport, core: _core.transport.Link) -> None:
         self._transport = transport
         self._core = core
+        self.id: int = core.id
         self._ops: dict[int, Posted[Any]] = {}
         self._messages: deque[bytes] = deque()
         self._arrivals: deque[Arrival | errors.KvcoreError] = deque()
@@ -194,8 +203,9 @@ class Link:
         Raises: InvalidArgument, PeerDead; TransportError when the peer does not keep up.
         """
         completion = completion or deadline_s is not None
-        with self._transport._lock:
-            number = self._core.send(message, priority, _deadline(deadline_s), completion)
+        deadline = _deadline("deadline_s", deadline_s)
+        with self._transport._usable():
+            number = self._core.send(message, priority, deadline, completion)
             return self._track(Op(self, number)) if completion else None
 
     def write(
@@ -212,14 +222,16 @@ class Link:
         """Write bytes of our region into the peer's granted ranges.
 
         Args: segments: (local offset, remote offset, bytes) each, or an int64 array [n, 3] of them.
-        grant: the token. tag: uint64 told to the peer on arrival. deadline_s: from now, then
-        Timeout. priority: lower classes wait for higher ones. checksum: tcp: verify each piece
-        where it lands.
+        grant: the token. tag: uint64 told to the peer on arrival. deadline_s: then Timeout.
+        priority: lower classes wait for higher ones. checksum: tcp verifies each piece on arrival.
         Raises: InvalidArgument, PeerDead; what goes wrong later is raised by the operation.
         """
-        args = (region.id, _table(segments), grant, tag, _deadline(deadline_s), priority, checksum)
-        with self._transport._lock:
-            return self._track(Op(self, self._core.write(*args)))
+        if not (isinstance(tag, int) and 0 <= tag < 1 << 64):
+            raise InvalidArgument(f"tag={tag!r} must be an integer in 0 to 2**64 - 1")
+        args = (grant, tag, _deadline("deadline_s", deadline_s), priority, checksum)
+        table = _table(segments)
+        with self._transport._usable(region), numbers_in("segments", _SEGMENT, table):
+            return self._track(Op(self, self._core.write(region.id, table, *args)))
 
     def read(
         self,
@@ -231,9 +243,10 @@ class Link:
         priority: int = STREAM,
     ) -> Op:
         """Read the peer's granted bytes into our region; arguments as :meth:`write`."""
-        args = (region.id, _table(segments), grant, _deadline(deadline_s), priority)
-        with self._transport._lock:
-            return self._track(Op(self, self._core.read(*args)))
+        args = (grant, _deadline("deadline_s", deadline_s), priority)
+        table = _table(segments)
+        with self._transport._usable(region), numbers_in("segments", _SEGMENT, table):
+            return self._track(Op(self, self._core.read(region.id, table, *args)))
 
     def borrow(
         self,
@@ -248,9 +261,9 @@ class Link:
         have answered. Raises: InvalidArgument, PeerDead, Unsupported (tcp, rdma); what goes wrong
         later is raised by the operation.
         """
-        with self._transport._lock:
-            number = self._core.borrow(grant, list(ranges), _deadline(deadline_s))
-            return self._track(Borrow(self, number))
+        wanted, deadline = list(ranges), _deadline("deadline_s", deadline_s)
+        with self._transport._usable(), numbers_in("ranges", "(offset, bytes)", wanted):
+            return self._track(Borrow(self, self._core.borrow(grant, wanted, deadline)))
 
     def _track(self, op: P) -> P:
         self._ops[op.id] = op
@@ -273,34 +286,32 @@ class Link:
         return item
 
     def _is_up(self) -> bool | None:
-        if self._up:
-            return True
-        self._next(deque[bytes]())
-        return None
+        self._next(deque[bytes]())  # raises when it is down
+        return True if self._up else None
 
     def recv(self, timeout_s: float | None = None) -> bytes:
         """The next message. Raises: Timeout; PeerDead and its like once the link is down."""
-        return self._transport._wait(self._next_message, timeout_s, "message")
+        return self._transport._wait(self, self._next_message, timeout_s, "message")
 
     async def recv_async(self, timeout_s: float | None = None) -> bytes:
         """:meth:`recv` for asyncio."""
-        return await self._transport._wait_async(self._next_message, timeout_s, "message")
+        return await self._transport._wait_async(self, self._next_message, timeout_s, "message")
 
     def arrival(self, timeout_s: float | None = None) -> Arrival:
         """The next write of the peer that landed. Raises: as :meth:`recv`; Corrupt (checksum)."""
-        return self._transport._wait(self._next_arrival, timeout_s, "arrival")
+        return self._transport._wait(self, self._next_arrival, timeout_s, "arrival")
 
     async def arrival_async(self, timeout_s: float | None = None) -> Arrival:
         """:meth:`arrival` for asyncio."""
-        return await self._transport._wait_async(self._next_arrival, timeout_s, "arrival")
+        return await self._transport._wait_async(self, self._next_arrival, timeout_s, "arrival")
 
     def wait_up(self, timeout_s: float | None = None) -> None:
         """Wait for the handshake. Raises: Unauthenticated, PeerDead, Timeout."""
-        self._transport._wait(self._is_up, timeout_s, "handshake")
+        self._transport._wait(self, self._is_up, timeout_s, "handshake")
 
     async def wait_up_async(self, timeout_s: float | None = None) -> None:
         """:meth:`wait_up` for asyncio."""
-        await self._transport._wait_async(self._is_up, timeout_s, "handshake")
+        await self._transport._wait_async(self, self._is_up, timeout_s, "handshake")
 
     def set_pacing(self, bytes_per_s: int) -> None:
         """Limit the payload rate of this side; 0 = unlimited."""
@@ -320,8 +331,15 @@ def _table(segments: Segments) -> Any:
     return segments if hasattr(segments, "__array_interface__") else list(segments)
 
 
-def _deadline(seconds: float | None) -> int:
-    return 0 if seconds is None else _core.transport.now_ns() + int(seconds * 1e9)
+def _deadline(field: str, span: float | None) -> int:
+    span = seconds(field, span)
+    return 0 if span is None else _core.transport.now_ns() + int(span * 1e9)
+
+
+def _check_bytes(**fields: Any) -> None:
+    for name, value in fields.items():
+        if not isinstance(value, bytes):
+            raise InvalidArgument(f"{name} is a {type(value).__name__}: bytes are needed")
 
 
 class Transport:
@@ -349,6 +367,13 @@ class Transport:
         credit_bytes_per_link: int = 8 << 20,
         credit_bytes: int = 64 << 20,
     ) -> None:
+        _check_bytes(
+            key=key, identity=identity, model_digest=model_digest, layout_digest=layout_digest
+        )
+        if not (seconds("handshake_s", handshake_s) or 0) > 0:
+            raise InvalidArgument(f"handshake_s={handshake_s!r} must be positive")
+        if (seconds("keepalive_s", keepalive_s) or 0) < 0:
+            raise InvalidArgument(f"keepalive_s={keepalive_s!r} must be at least 0")
         self._core = _core.transport.Transport(
             key,
             identity,
@@ -361,6 +386,8 @@ class Transport:
             credit_bytes_per_link,
             credit_bytes,
         )
+        self._pid = os.getpid()
+        self._closed = False
         self._fences: set[bytes] = set()  # that are waited for
         self._fenced: set[bytes] = set()
         self._grants: weakref.WeakValueDictionary[bytes, Grant] = weakref.WeakValueDictionary()
@@ -369,46 +396,75 @@ class Transport:
         self._lock = threading.RLock()
         self._links: dict[int, Link] = {}
         self._accepted: deque[Link] = deque()
-        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
-        self._loops: set[asyncio.AbstractEventLoop] = set()
+        self._waiters = Waiters(self._core.event_fd, self._lock, self._pump_locked)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidArgument(
+                f"transport: made by process {self._pid}, this is its child {os.getpid()}, which "
+                "needs one of its own"
+            )
+
+    def _live(self) -> _core.transport.Transport:
+        """The core, where it can be used. Raises: InvalidArgument."""
+        self._check_process()
+        if self._closed:
+            raise InvalidArgument("transport: it is closed")
+        return self._core
+
+    @contextlib.contextmanager
+    def _usable(self, region: Region | None = None) -> Iterator[None]:
+        """For one call that posts on a link: its arguments are ours, and events wait meanwhile."""
+        self._check_process()
+        if region is not None and getattr(region, "_transport", None) is not self:
+            raise InvalidArgument(
+                f"region is {region!r}: a Region that this link's own transport registered is "
+                "needed"
+            )
+        with self._lock:
+            yield
 
     def listen(self, address: str) -> str:
         """Listen; returns the address with the port filled in. Raises: InvalidArgument."""
-        bound: str = self._core.listen(address)
+        bound: str = self._live().listen(address)
         return bound
 
     def connect(self, address: str) -> Link:
         """A link to post on at once; :meth:`Link.wait_up` tells whether the peer is there."""
         with self._lock:
-            core = self._core.connect(address)
+            core = self._live().connect(address)
             link = self._links[core.id] = Link(self, core)
             return link
 
     def accept(self, timeout_s: float | None = None) -> Link:
-        """The next peer that connected and proved the key. Raises: Timeout."""
-        return self._wait(self._next_accepted, timeout_s, "connection")
+        """The next peer that connected and proved the key. Raises: Timeout; Cancelled (closed)."""
+        return self._wait(self, self._next_accepted, timeout_s, "connection")
 
     async def accept_async(self, timeout_s: float | None = None) -> Link:
         """:meth:`accept` for asyncio."""
-        return await self._wait_async(self._next_accepted, timeout_s, "connection")
+        return await self._wait_async(self, self._next_accepted, timeout_s, "connection")
 
     def _next_accepted(self) -> Link | None:
+        if self._closed:
+            raise errors.Cancelled("the transport is closed")
         return self._accepted.popleft() if self._accepted else None
 
     def allocate(self, nbytes: int) -> Region:
         """New shared memory that every kind of link can use; ``region.data`` is its bytes."""
         if nbytes < 1:
             raise InvalidArgument(f"nbytes={nbytes} must be at least 1")
+        self._live()
         fd = os.memfd_create("kvcore-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
             memory = mmap.mmap(fd, nbytes)
-            seals = (
-                _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-            )  # this mapping stays writable
-            fcntl.fcntl(fd, _F_ADD_SEALS, seals)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
             data = memoryview(memory)
             return Region(self, _core.transport.address_of(data)[0], nbytes, fd, data, memory)
+        except (OSError, OverflowError, ValueError) as error:
+            if isinstance(error, errors.KvcoreError):
+                raise
+            raise errors.IoError(f"nbytes={nbytes} of shared memory: {error}") from error
         finally:
             os.close(fd)
 
@@ -416,15 +472,19 @@ class Transport:
         """Memory that exists already: a writable contiguous buffer, or a DLPack CPU tensor.
 
         shm links can take it as a target only: the source of a shm write must be allocated.
-        Raises: InvalidArgument (read-only, strided or not in CPU memory).
+        The memory stays until it is unregistered; what moves a tensor to other memory meanwhile
+        (torch's ``resize_`` to a larger size) must not be done.
+        Raises: InvalidArgument (read-only, strided, of Python objects, or not in CPU memory).
         """
         try:
             data = memoryview(tensor)
         except TypeError:
-            address, nbytes = _describe(tensor)
-            return Region(self, address, nbytes, -1, None, tensor)
+            capsule, address, nbytes = _describe(tensor)
+            return Region(self, address, nbytes, -1, None, tensor, capsule)
         if data.readonly or not data.c_contiguous:
             raise InvalidArgument("tensor is read-only or strided: a writable C order is needed")
+        if "O" in data.format:
+            raise InvalidArgument("tensor holds Python objects: numbers or bytes are needed")
         address, nbytes = _core.transport.address_of(data)
         return Region(self, address, nbytes, -1, data.cast("B"), tensor)
 
@@ -432,14 +492,14 @@ class Transport:
 
     def _pump(self) -> None:
         with self._lock:
-            for event in self._core.poll(1024):
-                self._dispatch(event)
-            waiters, self._waiters = self._waiters, set()
-        for loop, future in waiters:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_wake, future)
+            self._pump_locked()
 
-    def _dispatch(self, event: tuple[Any, ...]) -> None:
+    def _pump_locked(self) -> None:
+        for event in self._core.poll(1024):
+            self._waiters.touch(self._dispatch(event))
+
+    def _dispatch(self, event: tuple[Any, ...]) -> object:
+        """Puts it where it belongs. Returns the place where that is waited for."""
         kind, link_id = event[0], event[1]
         if kind == "up" and event[2]:
             core = self._core.link(link_id)
@@ -447,31 +507,33 @@ class Transport:
                 link = self._links[link_id] = Link(self, core)
                 link._up = True
                 self._accepted.append(link)
-            return
+            return self
         if kind == "fenced":
             self._fenced.add(event[2])
-            return
+            return self._fences
         if kind == "returned":
             grant = self._grants.get(event[2])
             if grant is not None:
                 grant._returned.append(Returned(event[2], event[3], _error(event[4])))
-            return
-        link_or_none = self._links.get(link_id)
-        if link_or_none is None:
-            return
-        link = link_or_none
-        if kind == "up":
-            link._up = True
-        elif kind == "completion":
+            return grant
+        known = self._links.get(link_id)
+        return None if known is None else self._dispatch_to(known, kind, event)
+
+    def _dispatch_to(self, link: Link, kind: str, event: tuple[Any, ...]) -> object:
+        if kind == "completion":
             op = link._ops.pop(event[2], None)
             if op is not None:
                 op._result = (_error(event[3]), event[4])
-        elif kind == "borrowed":
+            return op
+        if kind == "borrowed":
             op = link._ops.pop(event[2], None)
             if op is not None:
                 op._result = (_error(event[3]), Borrowed(link, *event[4:]))
             else:
                 link._core.give_back(event[4])
+            return op
+        if kind == "up":
+            link._up = True
         elif kind == "arrival":
             error = _error(event[6])
             link._arrivals.append(error or Arrival(event[2], event[3], event[4], event[5]))
@@ -479,7 +541,8 @@ class Transport:
             link._messages.append(event[2])
         elif kind == "down":
             link._down = (_error(event[2]),)
-            del self._links[link_id]
+            del self._links[link.id]
+        return link
 
     def _take_fenced(self, token: bytes) -> bool | None:
         if token not in self._fenced:
@@ -488,56 +551,31 @@ class Transport:
         self._fences.discard(token)
         return True
 
-    def _try(self, ready: Callable[[], T | None]) -> T | None:
-        with self._lock:
-            return ready()
-
-    def _wait(self, ready: Callable[[], T | None], timeout_s: float | None, what: str) -> T:
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        poller = select.poll()
-        poller.register(self._core.event_fd, select.POLLIN)
-        while True:
-            self._pump()
-            item = self._try(ready)
-            if item is not None:
-                return item
-            left = _SLICE_S if end is None else min(_SLICE_S, end - time.monotonic())
-            if left <= 0:
-                raise Timeout(f"no {what} within {timeout_s} s")
-            poller.poll(left * 1000)
+    def _wait(
+        self, place: object, ready: Callable[[], T | None], timeout_s: float | None, what: str
+    ) -> T:
+        self._check_process()
+        return self._waiters.wait(place, ready, timeout_s, what)
 
     async def _wait_async(
-        self, ready: Callable[[], T | None], timeout_s: float | None, what: str
+        self, place: object, ready: Callable[[], T | None], timeout_s: float | None, what: str
     ) -> T:
-        loop = asyncio.get_running_loop()
-        if loop not in self._loops:
-            self._loops.add(loop)
-            loop.add_reader(self._core.event_fd, self._pump)
-        end = None if timeout_s is None else loop.time() + timeout_s
-        while True:
-            self._pump()
-            with self._lock:  # nothing may slip in between looking and waiting
-                item = ready()
-                if item is not None:
-                    return item
-                future: asyncio.Future[None] = loop.create_future()
-                self._waiters.add((loop, future))
-            try:
-                await asyncio.wait_for(future, None if end is None else end - loop.time())
-            except asyncio.TimeoutError as e:
-                raise Timeout(f"no {what} within {timeout_s} s") from e
-            finally:
-                self._waiters.discard((loop, future))
+        self._check_process()
+        return await self._waiters.wait_async(place, ready, timeout_s, what)
 
     def close(self) -> None:
-        """Close every link and listener and end the background thread. Idempotent."""
+        """Close every link and listener and end the background thread. Idempotent.
+
+        Who waits is told. In a forked child it does nothing: the links are the parent's.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
         self._core.close()
-        self._memory.clear()
-        self._pump()
-        for loop in self._loops:
-            if not loop.is_closed():
-                loop.remove_reader(self._core.event_fd)
-        self._loops.clear()
+        with self._lock:
+            self._memory.clear()
+            self._pump_locked()
+            self._waiters.close()
 
     def __enter__(self) -> Transport:
         return self
@@ -546,16 +584,17 @@ class Transport:
         self.close()
 
 
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _describe(tensor: Any) -> tuple[int, int]:
-    """(address, bytes) of a contiguous DLPack tensor in CPU memory."""
+def _describe(tensor: Any) -> tuple[Any, int, int]:
+    """(capsule, address, bytes) of a contiguous DLPack tensor in CPU memory."""
     if not hasattr(tensor, "__dlpack__"):
         raise InvalidArgument(
             f"tensor is a {type(tensor).__name__}: a buffer or a DLPack object is needed"
         )
-    found: tuple[int, int] = _core.transport.address_of_dlpack(tensor.__dlpack__())
-    return found
+    try:
+        capsule = tensor.__dlpack__()
+        if hasattr(tensor, "detach"):  # a tensor of its own: torch's capsule follows `x.data = y`
+            capsule = tensor.detach().__dlpack__()
+    except (BufferError, RuntimeError) as error:  # a tensor that needs gradients, for one
+        raise InvalidArgument(f"tensor cannot be exported: {error}") from error
+    address, nbytes = _core.transport.address_of_dlpack(capsule)
+    return capsule, address, nbytes

@@ -34,9 +34,11 @@ enum class Step : std::uint8_t {
   kTime,
   kRevoke,
   kFd,
-  kClose
+  kClose,
+  kBorrow,
+  kGiveBack
 };
-constexpr std::uint8_t kSteps = 9;
+constexpr std::uint8_t kSteps = 11;
 
 struct FrameFields {
   std::uint8_t type, priority, flags, grant;  // grant: which one the body is made to name
@@ -91,6 +93,7 @@ class Talk {
             "a socketpair");
     peer_fd_ = UniqueFd(fds[1]);
     link_->id = LinkId{1};
+    if (shm) link_->process = *PeerProcess::of(fds[0], ::getpid());
     shm_ = shm;
     io_.emplace(Io{shared_, epoll_.get(), std::vector<std::byte>(65536)});
     victim_.emplace(&*io_, &sessions_, link_, UniqueFd(fds[0]), shm, false, now_);
@@ -128,6 +131,12 @@ class Talk {
       case Step::kClose:
         victim_->begin_close(now_);
         break;
+      case Step::kBorrow:
+        borrow(in);
+        break;
+      case Step::kGiveBack:
+        victim_->give_back(in->number() % 8);
+        break;
     }
     turn();
   }
@@ -138,6 +147,7 @@ class Talk {
     victim_->fail(Error{ErrorCode::kPeerDead, "the test ends"});
     victim_->finish({});
     victim_.reset();
+    shared_.leases.close();
     check_events();
     check_memory();
     require(shared_.grants.remove_region(region_).ok(), "no operation holds a region for ever");
@@ -190,7 +200,8 @@ class Talk {
     const Input given = in->bytes(fields.body_bytes % 4096);
     std::vector<std::byte> body(given.begin(), given.end());
     const auto type = static_cast<FrameType>(fields.type);
-    const bool has_grant = type == FrameType::kWrite || type == FrameType::kReadRequest;
+    const bool has_grant =
+        type == FrameType::kWrite || type == FrameType::kReadRequest || type == FrameType::kBorrow;
     if (has_grant && fields.grant < 4 && body.size() >= 8 + sizeof(GrantRef))
       std::memcpy(body.data() + 8, &grants_[fields.grant].ref, sizeof(GrantRef));
     FramePrefix prefix;
@@ -234,11 +245,26 @@ class Talk {
     victim_->start(std::move(op));
   }
 
+  void borrow(Choices* in) {
+    if (!shm_) return;
+    auto op = std::make_unique<Op>();
+    op->id = link_->next_op++;
+    op->is_read = op->borrows = true;
+    op->grant = GrantRef{1, 2};
+    op->segments = {
+        {0, in->number<std::uint16_t>(), std::uint64_t{1} + in->number<std::uint16_t>()}};
+    op->options.deadline_ns = in->number() < 64 ? now_ + 1'000'000 : 0;
+    link_->outstanding += 1;
+    ++posted_;
+    victim_->start(std::move(op));
+  }
+
   // What the I/O thread does in one round.
   void turn() {
     if (victim_->dead()) return;
     victim_->on_event(0, EPOLLIN, now_);
     victim_->work(now_);
+    shared_.leases.work(now_);
     for (int i = 0; i < 64 && !victim_->dead() && victim_->busy(); ++i) victim_->work(now_);
     if (!victim_->dead() && !victim_->busy())
       require(victim_->next_timer_ns() > now_, "an idle link lets the thread sleep");
@@ -253,9 +279,14 @@ class Talk {
     while (shared_.events.poll(&events, 4096) != 0) {
     }
     std::set<OpId> ended;
+    std::uint64_t borrowed_bytes = 0;
     bool up = false, down = false;
     for (const Event& event : events) {
-      require(!down, "Down is the last event");
+      if (const auto* r = std::get_if<Returned>(&event)) {
+        require(r->grant == grants_[1].ref, "only what may be read is lent");
+        continue;
+      }
+      require(!down, "Down is the last event but for leases");
       if (const auto* c = std::get_if<Completion>(&event)) {
         require(ended.insert(c->op).second, "an operation ends once");
         require(c->status.ok() || c->bytes == 0, "a failed operation moved nothing");
@@ -264,12 +295,17 @@ class Talk {
                 "only the writable grant takes bytes");
       } else if (const auto* m = std::get_if<Message>(&event)) {
         require(m->bytes.size() <= kMaxMessageBytes, "a message has a limit");
+      } else if (const auto* b = std::get_if<Borrowed>(&event)) {
+        require(ended.insert(b->op).second, "a borrow ends once");
+        for (const auto& span : b->spans)  // all of it is mapped, whatever the peer said
+          for (const std::byte byte : span) borrowed_bytes += std::to_integer<std::uint64_t>(byte);
       } else if (std::holds_alternative<Up>(event)) {
         up = true;
       } else {
         down = true;
       }
     }
+    require(borrowed_bytes < (1ULL << 40), "what is borrowed can be read");
     require(down == up, "a link that was up goes down, and no other");
     require(ended.size() == posted_, "every operation ends");
     require(link_->outstanding == 0 && link_->queued_bytes == 0, "the accounts are empty");
@@ -383,6 +419,18 @@ Seed shm_seed() {
   put(&b, FrameType::kResult, 0, 0, make_result(2, Error{ErrorCode::kCancelled, "aborted"}));
   put(&b, FrameType::kWrite, 0, 0, make_body(WriteHead{5, {}, 7, 1, 1}, std::span(&piece, 1)));
   put(&b, FrameType::kAbort, 0, 0, make_body(OpHead{5}));
+  put(&b, FrameType::kBorrow, 0, 0, make_body(ReadHead{6, {}, 1}, std::span(&range, 1)), 1);
+  put(&b, FrameType::kBorrow, 0, 0, make_body(ReadHead{7, {}, 1}, std::span(&range, 1)), 1);
+  put(&b, FrameType::kGiveBack, 0, 0, make_body(OpHead{6}));
+  for (int i = 0; i < 2; ++i)
+    b.number(Step::kBorrow)
+        .number(std::uint16_t{100})
+        .number(std::uint16_t{1000})
+        .number(std::uint8_t{200});
+  put(&b, FrameType::kLent, 0, 0, make_body(LentHead{3, 1, 0}));
+  b.number(Step::kGiveBack).number(std::uint8_t{3});
+  b.number(Step::kCancel).number(std::uint8_t{4});
+  put(&b, FrameType::kLent, 0, 0, make_body(LentHead{4, 1, 0}));
   put(&b, FrameType::kRegionGone, 0, 0, make_body(RegionHead{1, 0}));
   b.number(Step::kClose);
   return b.take();

@@ -6,12 +6,15 @@ where they lie.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import kvcore
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +24,7 @@ from vm import Death, Guest, run  # noqa: E402
 
 BUILD = (ROOT / os.environ.get("KVCORE_BUILD", "build/release")).resolve()
 PROGRAMS = BUILD / "tests/cpp/transport"
+CLUSTER = Path(__file__).with_name("cluster.py")
 ROUNDS = 4
 ROUND_BYTES = 4 << 20
 MTU_BYTES = 4096
@@ -44,14 +48,15 @@ def test_device() -> None:
     assert passed(guest) == 7
 
 
-def test_conformance() -> None:
+def test_conformance(record_property: Callable[[str, object], None]) -> None:
     """What link.h promises, over rdma with two rails, as over every other link."""
     command = (
         f"{PROGRAMS}/test_transport --gtest_color=no"
         " --gtest_filter='*Conformance*/rdma:*Credited*/rdma'"
     )
-    (guest,) = run([command], timeout_s=400)
-    assert passed(guest) >= 28
+    (guest,) = run([command], timeout_s=600)
+    record_property("passed", passed(guest))
+    assert passed(guest) >= 34
 
 
 @pytest.fixture
@@ -81,11 +86,16 @@ def pair(
     return owner, writer
 
 
-def test_two_hosts_and_the_device_counts_the_bytes(share: Path) -> None:
+def test_two_hosts_and_the_device_counts_the_bytes(
+    share: Path, record_property: Callable[[str, object], None]
+) -> None:
     owner, writer = pair(share)
     assert owner.code == 0, owner.output + writer.output
     assert writer.code == 0, owner.output + writer.output
-    assert int((share / "packets").read_text()) * MTU_BYTES >= ROUNDS * ROUND_BYTES
+    packets = int((share / "packets").read_text())
+    record_property("payload_bytes", ROUNDS * ROUND_BYTES)
+    record_property("packets_of_the_device", packets)
+    assert packets * MTU_BYTES >= ROUNDS * ROUND_BYTES
 
 
 def test_one_percent_loss_changes_nothing(share: Path) -> None:
@@ -111,3 +121,25 @@ def test_a_dead_host_is_reported(share: Path) -> None:
     owner, writer = pair(share, rounds=100_000, death=Death(guest=1, after_s=25))
     assert owner.code == 3, owner.output + writer.output
     assert "DOWN" in owner.output
+
+
+def test_router_prefill_and_decode_on_two_hosts(
+    share: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """The real router, wire, stream and pages; a stand-in model whose pages are stamps."""
+    python = f"PYTHONPATH={Path(kvcore.__file__).parents[1]} {sys.executable} {CLUSTER}"
+    count = f"code=$?; {PACKETS} > /share/packets; exit $code"
+    serve, prefill = run(
+        [f"{python} serve rdma:10.77.0.1:0 /share 12", f"{python} prefill /share; {count}"],
+        share=share,
+        timeout_s=400,
+        memory_mib=2048,
+    )
+    assert serve.code == 0 and prefill.code == 0, serve.output + prefill.output
+    told = json.loads((share / "result.json").read_text())
+    assert told["right"] == told["requests"] == 12 and told["wrong_slices"] == 0, told
+    assert told["transports"] == ["rdma"] and told["retries"] == 0, told
+    packets = int((share / "packets").read_text())
+    for name, value in (told | {"packets_of_the_device": packets}).items():
+        record_property(name, value)
+    assert packets * MTU_BYTES >= told["kv_bytes"] > 0, told

@@ -37,6 +37,7 @@ THIN = {
     "wire",
     "transport",
     "_operations",  # a part of transport
+    "_waiting",  # another
     "stream",
     "sched",
 }

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,10 @@ SLOT = 8 << 20  # of the receiver's region, for each sender
 WRITE = 64 << 10
 POSTED = 96  # writes of each sender
 MTU_SHARE = 1448 / 1514  # payload of a full packet
+MOMENT_S = 0.02
 SWITCH_QUEUE = 8 << 20  # more than the credits: then nothing is dropped
 # What a sender may have under way beyond its share of the credits: a write counts until all of it
-# has landed and the sender has looked, and no window is below 64 KiB.
+# has landed, and no window is below 64 KiB.
 SLACK = WRITE + (64 << 10)
 CONGESTION_CONTROL = "reno"  # always there, and bound by the window; named, since hosts differ
 
@@ -117,8 +120,25 @@ def receive(address: str, senders: str, credit_bytes: str) -> None:
     receiver.transport.close()
 
 
+def at_once(senders: Iterable[list[tuple[int, int]]]) -> int:
+    """The most that all had under way in one moment; each gives (moment, its most in it)."""
+    total: Counter[int] = Counter()
+    for moments in senders:
+        total.update(dict(moments))
+    return max(total.values())
+
+
+def under_way(link: Link) -> int:
+    """Bytes that have left and are not known to have landed: by the link's counts of one moment."""
+    for _ in range(20):
+        before, now = link.info(), link.info()
+        if before["queued_bytes"] == now["queued_bytes"]:  # nothing left between the two looks
+            return int(now["outstanding_ops"]) * WRITE - int(now["queued_bytes"])
+    return 0
+
+
 def send(address: str, number: str, grant: str) -> None:
-    """Writes until standard input ends; says what was under way at most since its first line."""
+    """Writes until standard input ends; says what was under way, since its first line, and when."""
     transport = Transport(key=KEY, identity=number.encode())
     region = transport.allocate(WRITE)
     region.data[:] = bytes([int(number) + 1]) * WRITE
@@ -134,21 +154,21 @@ def send(address: str, number: str, grant: str) -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     base = int(number) * SLOT
-    writes, acked, most = [], 0, 0
-    posted = 0
+    writes, acked, posted = [], 0, 0
+    most: dict[int, int] = {}
     while not over.is_set() or writes:
         while not over.is_set() and len(writes) < POSTED:
             place = base + posted % POSTED * WRITE
             writes.append(link.write(region, [(0, place, WRITE)], bytes.fromhex(grant)))
             posted += 1
-        info = link.info()
+        if measured.is_set():
+            moment = int(time.monotonic() / MOMENT_S)
+            most[moment] = max(most.get(moment, 0), under_way(link))
         ended = [op for op in writes if op.done]
         acked += sum(op.wait() for op in ended)
         writes = [op for op in writes if op not in ended]
-        if measured.is_set():
-            most = max(most, posted * WRITE - int(info["queued_bytes"]) - acked)
         time.sleep(0.002)
-    _say({"posted": posted * WRITE, "acked": acked, "under_way": most})
+    _say({"posted": posted * WRITE, "acked": acked, "under_way": sorted(most.items())})
     transport.close()
 
 
@@ -162,8 +182,8 @@ class Outcome:
 
     Attributes:
         rates: payload bytes per second that landed from each sender while all were sending.
-        under_way_bytes: of all senders, the most of each together: sent, and not known to have
-            landed. A write counts until all of it has.
+        under_way_bytes: of all senders together at any moment: sent, and not known to have landed.
+            A write counts until all of it has.
         grown_bytes: of the receiver's resident memory at most, in that time.
         lost: errors, bytes that were posted and did not land, slots with wrong contents.
         dropped: packets that the shaped queue refused (TCP sent them again).
@@ -284,7 +304,7 @@ class Incast:
         receiver.stop()
         return Outcome(
             [n / seen["seconds"] for n in seen["bytes"]],
-            sum(e["under_way"] for e in ends),
+            at_once(e["under_way"] for e in ends),
             seen["grown_bytes"],
             lost,
             self.network.dropped("receiver") - dropped,

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "transport/core/shared.h"
@@ -19,6 +20,24 @@ struct Io {
   Shared& shared;
   int epoll_fd;
   std::vector<std::byte> scratch;  // payload nobody wants goes here
+  int dials = 0;                   // further connections of links that are on their way
+};
+
+// One of Io::dials as long as it lives.
+class Dial {
+ public:
+  explicit Dial(Io* io) noexcept : io_(io) { ++io->dials; }
+  ~Dial() {
+    if (io_ != nullptr) --io_->dials;
+  }
+  Dial(Dial&& other) noexcept : io_(std::exchange(other.io_, nullptr)) {}
+  Dial& operator=(Dial&& other) noexcept {
+    std::swap(io_, other.io_);
+    return *this;
+  }
+
+ private:
+  Io* io_;
 };
 
 // The epoll key of a channel's descriptor number `source` (a channel may have several).

@@ -72,6 +72,13 @@ std::vector<std::byte> make_link_hello(const TransportOptions& options, std::uin
   return out;
 }
 
+Result<AuthSession> make_link_auth(const TransportOptions& options, bool initiator,
+                                   std::string_view label, Bytes hello) {
+  return AuthSession::make(
+      initiator ? AuthSession::Side::kInitiator : AuthSession::Side::kResponder,
+      std::as_bytes(std::span(options.key)), label, hello);
+}
+
 Result<PeerHello> parse_link_hello(Bytes hello) {
   HelloHead head{};
   if (hello.size() < sizeof head)

@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/auth_session.h"
@@ -33,6 +34,9 @@ Status check_options(const TransportOptions& options);
 
 std::vector<std::byte> make_link_hello(const TransportOptions& options, std::uint32_t lanes,
                                        std::uint64_t window);
+// One side of a session under the transport's key.
+Result<AuthSession> make_link_auth(const TransportOptions& options, bool initiator,
+                                   std::string_view label, Bytes hello);
 // Corrupt: not exactly a hello.
 Result<PeerHello> parse_link_hello(Bytes hello);
 // May a link live between these two? Unsupported: they serve different models.

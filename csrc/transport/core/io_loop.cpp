@@ -40,6 +40,7 @@ int IoLoop::wait_ms(std::int64_t now) const {
   }
   for (const auto& [key, listener] : listeners_)
     if (listener.resume_ns != 0) next = std::min(next, listener.resume_ns);
+  for (const auto& [id, look_up] : look_ups_) next = std::min(next, look_up.deadline_ns);
   next = std::min(next, shared_->leases.next_timer_ns(now));
   if (next == std::numeric_limits<std::int64_t>::max()) return -1;
   return static_cast<int>(std::clamp<std::int64_t>((next - now + 999'999) / 1'000'000, 0, 60'000));
@@ -60,6 +61,7 @@ void IoLoop::run() {
       if (e.data.u64 % (1U << kSourceBits) != 0) on_event(e, now);
     resume_listeners(now);
     take_commands(now);
+    end_late_look_ups(now);
     for (auto& [id, channel] : channels_) channel->work(now);
     for (auto& [id, channel] : channels_) channel->work_bulk(now);
     reap();
@@ -91,11 +93,15 @@ void IoLoop::take_commands(std::int64_t now) {
 
 void IoLoop::execute(Command command, std::int64_t now) {
   if (auto* c = std::get_if<ConnectCommand>(&command.what)) {
-    const auto id = static_cast<std::uint64_t>(c->state->id);
-    add(c->scheme, std::move(c->state), std::move(c->dialled.fd), true, now);
-    // No socket: the link is announced down like any other.
-    const auto it = channels_.find(id);
-    if (it != channels_.end() && !c->dialled.failed.ok()) it->second->fail(c->dialled.failed);
+    connect(std::move(*c), now);
+  } else if (auto* look_up = std::get_if<LookUpCommand>(&command.what)) {
+    const auto id = static_cast<std::uint64_t>(look_up->state->id);
+    look_ups_.emplace(
+        id,
+        LookUp{
+            std::move(look_up->state), look_up->scheme, now + shared_->options.handshake_ns, {}});
+  } else if (const auto* found = std::get_if<LookedUpCommand>(&command.what)) {
+    looked_up(static_cast<std::uint64_t>(command.link), found->address, now);
   } else if (auto* l = std::get_if<ListenCommand>(&command.what)) {
     listen(std::move(*l));
   } else if (const auto* r = std::get_if<RegionCommand>(&command.what)) {
@@ -107,7 +113,48 @@ void IoLoop::execute(Command command, std::int64_t now) {
   }
 }
 
+void IoLoop::connect(ConnectCommand command, std::int64_t now) {
+  const auto id = static_cast<std::uint64_t>(command.state->id);
+  add(command.scheme, std::move(command.state), std::move(command.dialled.fd), true, now);
+  // No socket: the link is announced down like any other.
+  if (!command.dialled.failed.ok()) channels_.at(id)->fail(command.dialled.failed);
+}
+
+// The number behind a host name, or why there is none: the link begins, and what waited for it.
+void IoLoop::looked_up(std::uint64_t id, const Result<std::string>& address, std::int64_t now) {
+  auto node = look_ups_.extract(id);
+  if (!node) return;  // too late
+  LookUp& look_up = node.mapped();
+  Dialled dialled;
+  if (!address) {
+    dialled.failed = address.error();
+  } else if (auto made = look_up.scheme->dial(*address)) {
+    dialled = std::move(*made);
+  } else {
+    dialled.failed = made.error();
+  }
+  connect({look_up.state, look_up.scheme, std::move(dialled)}, now);
+  for (Command& command : look_up.waiting) command_link(std::move(command), now);
+}
+
+void IoLoop::end_late_look_ups(std::int64_t now) {
+  while (true) {
+    const auto late = std::ranges::find_if(
+        look_ups_, [&](const auto& l) { return stopping_ || l.second.deadline_ns <= now; });
+    if (late == look_ups_.end()) return;
+    const std::string peer = late->second.state->peer_address;
+    looked_up(late->first,
+              stopping_ ? Error{ErrorCode::kCancelled, "closed by this side"}
+                        : Error{ErrorCode::kPeerDead,
+                                text("the host of ", peer, " was not looked up in time")},
+              now);
+  }
+}
+
 void IoLoop::command_link(Command command, std::int64_t now) {
+  if (const auto waiting = look_ups_.find(static_cast<std::uint64_t>(command.link));
+      waiting != look_ups_.end())
+    return waiting->second.waiting.push_back(std::move(command));
   const auto it = channels_.find(static_cast<std::uint64_t>(command.link));
   if (it == channels_.end()) return;  // cannot be: a link that is gone takes no commands
   Channel& channel = *it->second;

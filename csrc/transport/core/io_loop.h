@@ -18,8 +18,8 @@
 
 namespace kvcore::transport {
 
-inline constexpr std::size_t kMaxStrangers = 256;
-inline constexpr std::size_t kMaxStrangersPerSource = 128;
+inline constexpr std::size_t kMaxStrangers = 512;
+inline constexpr std::size_t kMaxStrangersPerSource = 256;
 inline constexpr std::int64_t kAcceptPauseNs = 100'000'000;
 
 class IoLoop {
@@ -34,11 +34,20 @@ class IoLoop {
     Listening listening;
     std::int64_t resume_ns = 0;  // accepting pauses until then; 0 = it does not
   };
+  struct LookUp {
+    std::shared_ptr<LinkState> state;
+    Scheme* scheme;
+    std::int64_t deadline_ns;
+    std::vector<Command> waiting;
+  };
   int wait_ms(std::int64_t now) const;
   void on_event(const epoll_event& event, std::int64_t now);
   void take_commands(std::int64_t now);
   void execute(Command command, std::int64_t now);
   void command_link(Command command, std::int64_t now);
+  void looked_up(std::uint64_t id, const Result<std::string>& address, std::int64_t now);
+  void end_late_look_ups(std::int64_t now);
+  void connect(ConnectCommand command, std::int64_t now);
   void listen(ListenCommand command);
   void accept_some(std::uint64_t key, Listener* listener, std::int64_t now);
   void out_of_descriptors(std::uint64_t key, Listener* listener, std::int64_t now);
@@ -57,6 +66,7 @@ class IoLoop {
   Io io_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Channel>> channels_;  // by LinkId
   std::unordered_map<std::uint64_t, Listener> listeners_;                 // by their epoll key
+  std::map<std::uint64_t, LookUp> look_ups_;                              // by LinkId
   std::uint64_t next_listener_ = 1;
   std::map<std::uint64_t, std::string> strangers_;  // LinkId, so oldest first -> source
   bool stopping_ = false;

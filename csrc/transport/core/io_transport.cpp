@@ -97,6 +97,7 @@ class IoLink final : public Link {
     info.peer_model = state_->peer.model;
     info.peer_layout = state_->peer.layout;
     info.peer_pid = state_->peer_pid;
+    info.rails = state_->rails;
     return info;
   }
 
@@ -159,6 +160,33 @@ class IoLink final : public Link {
   std::shared_ptr<LinkState> state_;
 };
 
+// On a thread of its own, which nobody waits for: a resolver may take as long as it likes.
+void look_up_elsewhere(std::shared_ptr<Shared> shared, LinkId link, Scheme::LookUp look_up,
+                       std::string address) {
+  struct Job {
+    std::shared_ptr<Shared> shared;
+    LinkId link;
+    Scheme::LookUp look_up;
+    std::string address;
+  };
+  auto job = std::make_unique<Job>(Job{std::move(shared), link, look_up, std::move(address)});
+  const auto run = [](void* raw) -> void* {
+    const std::unique_ptr<Job> mine(static_cast<Job*>(raw));
+    auto found = mine->look_up(std::move(mine->address));
+    // Closed meanwhile: nobody wants to know any more.
+    (void)mine->shared->post(nullptr, Command{mine->link, LookedUpCommand{std::move(found)}}).ok();
+    return nullptr;
+  };
+  pthread_t thread{};
+  if (const int error = ::pthread_create(&thread, nullptr, run, job.get()); error == 0) {
+    ::pthread_detach(thread);
+    (void)job.release();
+  } else {
+    const Error failed{ErrorCode::kIo, text("a thread to look up a host: errno ", error)};
+    (void)job->shared->post(nullptr, Command{link, LookedUpCommand{failed}}).ok();
+  }
+}
+
 }  // namespace
 
 IoTransport::IoTransport(std::shared_ptr<Shared> shared, Schemes schemes, UniqueFd epoll_fd)
@@ -204,7 +232,12 @@ Result<std::string> IoTransport::listen(std::string_view address) {
 
 Result<std::shared_ptr<Link>> IoTransport::connect(std::string_view address) {
   KVCORE_ASSIGN_OR_RETURN(Scheme* const scheme, scheme_of(address));
-  KVCORE_ASSIGN_OR_RETURN(Dialled dialled, scheme->dial(address));
+  const Scheme::LookUp look_up = scheme->look_up(address);
+  Dialled dialled;
+  dialled.peer_address = std::string(address);
+  if (look_up == nullptr) {
+    KVCORE_ASSIGN_OR_RETURN(dialled, scheme->dial(address));
+  }
   auto state = std::make_shared<LinkState>();
   state->scheme = scheme->name();
   state->peer_address = dialled.peer_address;
@@ -222,8 +255,13 @@ Result<std::shared_ptr<Link>> IoTransport::connect(std::string_view address) {
     state->id = LinkId{shared_->next_link++};
     shared_->links.emplace(static_cast<std::uint64_t>(state->id), state);
   }
-  KVCORE_RETURN_IF_ERROR(
-      shared_->post(nullptr, Command{LinkId{}, ConnectCommand{state, scheme, std::move(dialled)}}));
+  if (look_up != nullptr) {
+    KVCORE_RETURN_IF_ERROR(shared_->post(nullptr, Command{LinkId{}, LookUpCommand{state, scheme}}));
+    look_up_elsewhere(shared_, state->id, look_up, std::string(address));
+  } else {
+    KVCORE_RETURN_IF_ERROR(shared_->post(
+        nullptr, Command{LinkId{}, ConnectCommand{state, scheme, std::move(dialled)}}));
+  }
   return std::shared_ptr<Link>(std::make_shared<IoLink>(shared_, std::move(state)));
 }
 

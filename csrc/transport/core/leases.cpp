@@ -33,14 +33,14 @@ Result<GrantTable::Lent> Leases::lend(const Borrower& to, std::uint64_t lease, G
                  "the borrower's process cannot be watched (another pid namespace?): its death "
                  "would go unseen, so nothing is lent to it"};
   const auto link = static_cast<std::uint64_t>(to.link);
-  std::size_t& count = per_link_[link];
-  if (count >= kMaxLeases)
+  const auto count = per_link_.find(link);
+  if (count != per_link_.end() && count->second >= kMaxLeases)
     return Error{ErrorCode::kTransport, text("kMaxLeases=", kMaxLeases, " are out on this link")};
   KVCORE_ASSIGN_OR_RETURN(const GrantTable::Lent lent,
                           grants_.lend(grant, ranges, now, to.identity));
   const Key key{link, lease};
   out_.emplace(key, Lease{grant, lent.expires_ns, to.process, to.poll_credit, to.cost});
-  ++count;
+  ++per_link_[link];
   if (lent.expires_ns != 0) expiries_.emplace(lent.expires_ns, key);
   return lent;
 }

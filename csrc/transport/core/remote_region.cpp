@@ -50,27 +50,45 @@ Result<std::shared_ptr<RemoteRegion>> RemoteRegion::make(UniqueFd fd, std::uint6
 
 RemoteRegion::~RemoteRegion() { ::munmap(mapping_, span_); }
 
+#if defined(__x86_64__)
+namespace {
+
+// Whole lines to a place that is aligned to one; without the loop's own prefetches the processor's
+// are as good, and wider stores than these gain nothing more.
+__attribute__((target("avx"))) void stream_lines_avx(std::byte* to, const std::byte* from,
+                                                     std::size_t bytes) noexcept {
+  for (std::size_t i = 0; i < bytes; i += 64) {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + 32));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), a);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i + 32), b);
+  }
+}
+
+void stream_lines(std::byte* to, const std::byte* from, std::size_t bytes) noexcept {
+  for (std::size_t i = 0; i < bytes; i += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+}
+
+}  // namespace
+#endif
+
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) noexcept {
 #if defined(__x86_64__)
   if (bytes >= kStreamingBytes) {
     const std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(to) % 64) % 64;
     std::memcpy(to, from, head);
-    to += head;
-    from += head;
-    bytes -= head;
-    constexpr std::size_t kAhead = 1024;
-    for (; bytes >= 64; bytes -= 64, to += 64, from += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(from) + kAhead, _MM_HINT_NTA);
-      const auto* in = reinterpret_cast<const __m128i*>(from);
-      auto* out = reinterpret_cast<__m128i*>(to);
-      const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
-      const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
-      _mm_stream_si128(out, a);
-      _mm_stream_si128(out + 1, b);
-      _mm_stream_si128(out + 2, c);
-      _mm_stream_si128(out + 3, d);
-    }
+    const std::size_t lines = (bytes - head) / 64 * 64;
+    static const bool avx = __builtin_cpu_supports("avx") != 0;
+    if (avx)
+      stream_lines_avx(to + head, from + head, lines);
+    else
+      stream_lines(to + head, from + head, lines);
     _mm_sfence();
+    to += head + lines;
+    from += head + lines;
+    bytes -= head + lines;
   }
 #endif
   std::memcpy(to, from, bytes);

@@ -42,6 +42,10 @@ class Scheme {
   virtual void attach(Shared*) {}
   // Can its links borrow and lend?
   virtual bool lends() const noexcept { return false; }
+  // An address with a host name needs a look-up, which may take seconds: the function that makes it
+  // an address with a number, on any thread. Null: nothing to look up.
+  using LookUp = Result<std::string> (*)(std::string address);
+  virtual LookUp look_up(std::string_view) const { return nullptr; }
   // InvalidArgument: not an address of this scheme.
   virtual Result<Listening> listen(std::string_view address) = 0;
   virtual Result<Dialled> dial(std::string_view address) = 0;

@@ -66,6 +66,7 @@ struct LinkState {
   bool proven = true;   // false: accepted, the key not proved yet
   std::int64_t peer_pid = 0;
   PeerHello peer;
+  std::vector<RailInfo> rails;
 };
 
 struct SendCommand {
@@ -88,6 +89,15 @@ struct ConnectCommand {
   Scheme* scheme;
   Dialled dialled;
 };
+// A link whose host name is being looked up; its ConnectCommand comes when that is done. Commands
+// for the link wait until then, at most for the handshake's time.
+struct LookUpCommand {
+  std::shared_ptr<LinkState> state;
+  Scheme* scheme;
+};
+struct LookedUpCommand {
+  Result<std::string> address;
+};
 struct ListenCommand {
   Scheme* scheme;
   Listening listening;
@@ -99,9 +109,10 @@ struct RegionCommand {
 struct StopCommand {};
 
 struct Command {
-  LinkId link;  // of the first six kinds
+  LinkId link;  // of the first six kinds and of LookedUpCommand
   std::variant<SendCommand, std::unique_ptr<Op>, CancelCommand, GiveBackCommand, PaceCommand,
-               CloseCommand, ConnectCommand, ListenCommand, RegionCommand, StopCommand>
+               CloseCommand, ConnectCommand, LookUpCommand, LookedUpCommand, ListenCommand,
+               RegionCommand, StopCommand>
       what;
 };
 

@@ -15,32 +15,20 @@
 namespace kvcore::transport::rdma {
 namespace {
 
-constexpr std::string_view kLabel = "kvcore-rdma-2";
+constexpr std::string_view kLabel = "kvcore-rdma-3";
 constexpr std::int64_t kFlushNs = 100'000'000;       // of close()
 constexpr std::size_t kReadBytes = 64UL * 1024;      // of one recv
 constexpr std::size_t kOutboxBytes = 1024UL * 1024;  // built ahead of the socket
-
-std::optional<AuthSession> make_auth(const TransportOptions& options, bool initiator,
-                                     std::uint64_t window) {
-  auto auth = AuthSession::make(
-      initiator ? AuthSession::Side::kInitiator : AuthSession::Side::kResponder,
-      std::as_bytes(std::span(options.key)), kLabel, make_link_hello(options, 1, window));
-  if (!auth) return std::nullopt;
-  return std::move(*auth);
-}
+constexpr std::int64_t kOpenNs = 20'000'000'000;  // for the devices, whose firmware takes its time
+constexpr std::int64_t kPublishNs = 10'000'000;   // between two looks at the rails for info()
+// Before the devices are open: what credits allow, and room for offers.
+constexpr std::size_t kEarlySlack = 2UL * kMaxMessageBytes;
 
 // The peer's address as a GID, for the choice of ours: "tcp:10.0.0.1:5" or "tcp:[fd00::1]:5".
 Result<Gid> peer_gid(int fd) {
   const std::string name = peer_name(fd);
   KVCORE_ASSIGN_OR_RETURN(const Address address, parse_address(name));
   return gid_of_address(address.host);
-}
-
-std::uint32_t random_packet(RandomSource& random) {
-  std::uint32_t value = 0;
-  // Without random bytes the number is 0: guessable, and all that protects is the order of packets.
-  (void)random.fill(std::as_writable_bytes(std::span(&value, 1))).ok();
-  return value & 0xffffffU;
 }
 
 }  // namespace
@@ -52,15 +40,19 @@ RdmaChannel::RdmaChannel(Io* io, std::shared_ptr<Host> host, std::shared_ptr<Lin
       link_(std::move(state)),
       credits_(&io->shared, link_),
       fd_(std::move(fd)),
-      auth_(make_auth(io->shared.options, initiator, credits_.first_window())),
       initiator_(initiator),
       state_(initiator ? State::kConnecting : State::kHandshake),
       last_rx_ns_(now),
       last_tx_ns_(now),
       setup_deadline_ns_(now + io->shared.options.handshake_ns) {
-  if (!auth_) fail(Error{ErrorCode::kIo, "no random bytes for a handshake"});
+  const TransportOptions& options = io->shared.options;
+  if (auto auth = make_link_auth(options, initiator, kLabel,
+                                 make_link_hello(options, 1, credits_.first_window())))
+    auth_ = std::move(*auth);
+  else
+    fail(auth.error());
   if (dead() || !fd_) return;  // no socket: the caller says why
-  pacer_.set_rate(io->shared.options.pacing_bytes_per_s, now);
+  pacer_.set_rate(options.pacing_bytes_per_s, now);
   epoll_event event{};
   event.data.u64 = epoll_key(link_->id);
   event.events = interest_ = EPOLLIN | EPOLLRDHUP | (initiator ? EPOLLOUT : 0U);
@@ -82,10 +74,8 @@ void RdmaChannel::send(SendCommand command) {
       return complete(command.op, Error{ErrorCode::kCancelled, "the link is being closed"});
     }
   }
-  if (peer_ == nullptr)
-    early_.emplace_back(std::move(command));
-  else
-    pass_on(std::move(command));
+  early_.emplace_back(std::move(command));
+  drop_early();
 }
 
 void RdmaChannel::start(std::unique_ptr<Op> op) {
@@ -96,20 +86,26 @@ void RdmaChannel::start(std::unique_ptr<Op> op) {
   pending_[id] = {std::move(op), deadline, bytes};
   if (state_ == State::kClosing)
     return complete(id, Error{ErrorCode::kCancelled, "the link is being closed"});
-  if (peer_ == nullptr)
-    early_.emplace_back(id);
-  else
-    pass_on(id);
+  early_.emplace_back(id);
+  drop_early();
 }
 
 void RdmaChannel::pass_on(SendCommand command) {
   peer_->outbound().send(command.options.priority, std::move(command.bytes), command.op);
 }
 
-void RdmaChannel::pass_on(std::uint64_t id) {
+// False: its region is not registered yet.
+bool RdmaChannel::pass_on(std::uint64_t id) {
   const auto it = pending_.find(id);
-  if (it == pending_.end()) return;  // given up before the link was up
+  if (it == pending_.end()) return true;  // given up meanwhile
   Op& op = *it->second.op;
+  std::vector<std::uint32_t> keys;
+  for (std::uint32_t r = 0; r < host_->nics().size(); ++r) {
+    const auto memory = host_->memory(op.region, r);
+    if (!memory) return complete(id, memory.error()), true;
+    if (*memory == nullptr) return false;
+    keys.push_back((*memory)->local_key());
+  }
   Job job{.op = id,
           .is_read = op.is_read,
           .priority = op.options.priority,
@@ -118,33 +114,32 @@ void RdmaChannel::pass_on(std::uint64_t id) {
           .bytes = op.bytes,
           .notify = op.options.notify,
           .base = op.base,
-          .segments = std::move(op.segments)};
-  for (std::uint32_t r = 0; r < host_->nics().size(); ++r) {
-    const auto memory = host_->memory(op.region, r);
-    if (!memory) return complete(id, memory.error());
-    job.keys.push_back((*memory)->local_key());
-  }
+          .segments = std::move(op.segments),
+          .keys = std::move(keys)};
   peer_->outbound().start(std::move(job));
+  return true;
 }
 
 void RdmaChannel::drop_early() {
-  for (auto& item : std::exchange(early_, {})) {
-    if (auto* command = std::get_if<SendCommand>(&item))
+  while (peer_ != nullptr && !early_.empty()) {
+    if (auto* command = std::get_if<SendCommand>(&early_.front()))
       pass_on(std::move(*command));
-    else
-      pass_on(std::get<std::uint64_t>(item));
+    else if (!pass_on(std::get<std::uint64_t>(early_.front())))
+      return;
+    early_.pop_front();
   }
 }
 
 void RdmaChannel::give_up(std::uint64_t id, const Status& why) {
   if (!pending_.contains(id)) return;
-  if (peer_ != nullptr) return peer_->outbound().give_up(id, why, io_->shared.now_ns());
-  std::erase_if(early_, [&](const auto& item) {
+  const auto waits = std::ranges::find_if(early_, [&](const auto& item) {
     const auto* command = std::get_if<SendCommand>(&item);
-    if (command == nullptr || command->op != id) return false;
-    link_->queued_message_bytes -= command->bytes.size();
-    return true;
+    return (command != nullptr ? command->op : std::get<std::uint64_t>(item)) == id;
   });
+  if (waits == early_.end()) return peer_->outbound().give_up(id, why, io_->shared.now_ns());
+  if (const auto* command = std::get_if<SendCommand>(&*waits))
+    link_->queued_message_bytes -= command->bytes.size();
+  early_.erase(waits);
   complete(id, why);
 }
 
@@ -255,7 +250,7 @@ void RdmaChannel::collect() {
 
 // ---- the session
 
-Status RdmaChannel::establish() {
+Status RdmaChannel::establish(std::int64_t now) {
   KVCORE_ASSIGN_OR_RETURN(hello_, parse_link_hello(auth_->peer_hello()));
   KVCORE_RETURN_IF_ERROR(check_models(io_->shared.options.model_digest, hello_.model));
   if (!initiator_) KVCORE_RETURN_IF_ERROR(io_->shared.room_for_link());
@@ -265,10 +260,31 @@ Status RdmaChannel::establish() {
     link_->proven = true;
   }
   KVCORE_ASSIGN_OR_RETURN(const Gid peer, peer_gid(fd_.get()));
-  KVCORE_RETURN_IF_ERROR(host_->open(peer));
+  state_ = State::kOpening;
+  setup_deadline_ns_ = now + kOpenNs;
+  host_->add(this);
+  opening_ = host_->open(peer);
+  return {};
+}
+
+// The devices are open, or cannot be.
+void RdmaChannel::go_up(std::int64_t now) {
+  if (!opening_->status.ok()) return fail(opening_->status);
   const auto nics = host_->nics();
-  for (std::uint32_t i = 0; i < nics.size(); ++i) {
-    for (const int fd : {nics[i]->completion_fd(), nics[i]->event_fd()}) {
+  if (const Status status = watch(nics); !status) return fail(status);
+  make_peer(nics);
+  state_ = State::kUp;
+  link_->up = was_up_ = true;
+  credits_.open(hello_.window);
+  publish_rails(now);
+  io_->shared.events.push(Up{link_->id, !initiator_});
+  for (const auto& [type, body] : std::exchange(early_frames_, {})) take_frame(type, body, now);
+  drop_early();
+}
+
+Status RdmaChannel::watch(const std::vector<Nic*>& nics) {
+  for (const Nic* nic : nics) {
+    for (const int fd : {nic->completion_fd(), nic->event_fd()}) {
       UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
       epoll_event event{};
       event.data.u64 = epoll_key(link_->id, static_cast<std::uint32_t>(nic_fds_.size()) + 1);
@@ -278,28 +294,45 @@ Status RdmaChannel::establish() {
       nic_fds_.push_back(std::move(copy));
     }
   }
-  make_peer(nics);
-  host_->add(this);
   return {};
+}
+
+// For info(): what the rails did on this link, and how their devices are.
+void RdmaChannel::publish_rails(std::int64_t now) {
+  if (peer_ == nullptr || now < next_publish_ns_) return;
+  next_publish_ns_ = now + kPublishNs;
+  const Outbound& out = peer_->outbound();
+  std::vector<RailInfo> rails;
+  for (std::uint32_t r = 0; r < host_->nics().size(); ++r) {
+    RailInfo info = host_->info(r);
+    info.bytes_posted = out.bytes_posted(r);
+    info.errors = out.rail_errors(r);
+    info.ready = out.rail_state(r) == Outbound::RailState::kReady;
+    rails.push_back(std::move(info));
+  }
+  const std::lock_guard lock(io_->shared.mu);
+  link_->rails = std::move(rails);
+}
+
+bool RdmaChannel::may_post(std::uint32_t rail, std::int64_t now) {
+  const std::int64_t ready = std::max(pacer_.ready_ns(now), host_->ready_ns(rail, now));
+  if (ready > now) pace_until_ = pace_until_ == 0 ? ready : std::min(pace_until_, ready);
+  return ready <= now;
 }
 
 void RdmaChannel::make_peer(const std::vector<Nic*>& nics) {
   PathSettings path;
   path.traffic_class = host_->options().traffic_class;
   path.service_level = host_->options().service_level;
-  const auto packet = [this] {
-    static SystemRandom random;
-    return random_packet(random);
-  };
+  const auto packet = [host = host_] { return host->random_packet(); };
   OutboundOptions out;
   out.path = path;
   out.random_packet = packet;
-  out.may_post = [this](std::int64_t now) {
-    const std::int64_t ready = pacer_.ready_ns(now);
-    if (ready > now) pace_until_ = ready;
-    return ready <= now;
+  out.may_post = [this](std::uint32_t rail, std::int64_t now) { return may_post(rail, now); };
+  out.on_posted = [this](std::uint32_t rail, std::uint64_t bytes) {
+    pacer_.spend(bytes);
+    host_->on_posted(rail, bytes);
   };
-  out.on_posted = [this](std::uint64_t bytes) { pacer_.spend(bytes); };
   out.may_send = [this](std::uint64_t credit, Priority priority) {
     return credits_.may_send(credit, priority, io_->shared.now_ns());
   };
@@ -370,12 +403,8 @@ void RdmaChannel::parse(std::int64_t now) {
       outbox_.push_raw(std::move(out));
       if (!n) return fail(n.error());
       if (auth_->established()) {
-        if (const Status status = establish(); !status) return fail(status);
-        state_ = State::kUp;
-        link_->up = was_up_ = true;
-        credits_.open(hello_.window);
-        io_->shared.events.push(Up{link_->id, !initiator_});
-        drop_early();
+        if (const Status status = establish(now); !status) return fail(status);
+        if (opening_->over) go_up(now);
       }
       if (!consume(*n)) break;
     } else if (!consume(parse_frame(rest, now))) {
@@ -400,7 +429,20 @@ std::size_t RdmaChannel::parse_frame(Bytes rest, std::int64_t now) {
       !status)
     return fail(status), 0;
   const Bytes body = rest.subspan(sizeof prefix, prefix.body_bytes);
-  switch (static_cast<FrameType>(prefix.type)) {
+  const auto type = static_cast<FrameType>(prefix.type);
+  if (peer_ != nullptr || type == FrameType::kPing || type == FrameType::kBye) {
+    take_frame(type, body, now);
+  } else if ((early_bytes_ += sealed) > credits_.first_window() + kEarlySlack) {
+    fail(Error{ErrorCode::kCorrupt, "the peer sends more than its credits allow"});
+  } else {
+    early_frames_.emplace_back(type, std::vector(body.begin(), body.end()));
+  }
+  return sealed + kMacBytes;
+}
+
+void RdmaChannel::take_frame(FrameType type, Bytes body, std::int64_t now) {
+  if (dead()) return;
+  switch (type) {
     case FrameType::kPing:
       break;
     case FrameType::kBye:
@@ -413,9 +455,9 @@ std::size_t RdmaChannel::parse_frame(Bytes rest, std::int64_t now) {
       on_credit(body);
       break;
     default:
-      fail(Error{ErrorCode::kCorrupt, text("frame type ", int{prefix.type}, " on an rdma link")});
+      fail(Error{ErrorCode::kCorrupt,
+                 text("frame type ", static_cast<int>(type), " on an rdma link")});
   }
-  return sealed + kMacBytes;
 }
 
 void RdmaChannel::on_credit(Bytes body) {
@@ -451,9 +493,12 @@ void RdmaChannel::run_timers(std::int64_t now) {
                  text("no connection and handshake with ", link_->peer_address, " in time")});
     return;
   }
+  if (state_ == State::kOpening && now >= setup_deadline_ns_)
+    return fail(Error{ErrorCode::kTimeout, text("the RDMA devices were not open within ",
+                                                kOpenNs / 1'000'000'000, " s")});
   const std::int64_t keepalive = io_->shared.options.keepalive_ns;
   const auto silent = [&] { return keepalive != 0 && now - last_rx_ns_ > keepalive; };
-  // This thread itself may have been held up, by a registration: what came meanwhile counts.
+  // This thread itself may have been held up: what came meanwhile counts.
   if (silent()) receive(now);
   if (!dead() && silent())
     fail(Error{ErrorCode::kPeerHung,
@@ -495,13 +540,18 @@ void RdmaChannel::work(std::int64_t now) {
   news_ = false;
   run_timers(now);
   credits_.collect_polled();
-  if (peer_ != nullptr && !dead()) {
+  if (opening_ != nullptr && !dead()) {
     host_->poll(now);
     news_ = false;
+  }
+  if (state_ == State::kOpening && opening_->over) go_up(now);
+  if (peer_ != nullptr && !dead()) {
     pace_until_ = 0;
-    peer_->step(now);
+    drop_early();
+    const Status stepped = peer_->step(now);
     collect();
-    if (!peer_->outbound().failure().ok()) fail(peer_->outbound().failure());
+    publish_rails(now);
+    if (!stepped) fail(stepped);
   }
   if (!dead()) pump(now);
   if (!dead()) update_interest();
@@ -512,12 +562,15 @@ std::int64_t RdmaChannel::next_timer_ns() const noexcept {
   if (!deadlines_.empty()) next = deadlines_.begin()->first;
   if (state_ == State::kConnecting || state_ == State::kHandshake)
     return std::min(next, setup_deadline_ns_);
+  if (state_ == State::kOpening) next = std::min(next, setup_deadline_ns_);
   const std::int64_t keepalive = io_->shared.options.keepalive_ns;
   if (keepalive != 0) next = std::min(next, last_rx_ns_ + keepalive + 1);
   if (hello_.keepalive_ns != 0) next = std::min(next, last_tx_ns_ + hello_.keepalive_ns / 4);
   if (pace_until_ != 0) next = std::min(next, pace_until_);
   if (close_deadline_ns_ != 0) next = std::min(next, close_deadline_ns_);
-  return peer_ == nullptr ? next : std::min(next, peer_->next_timer_ns());
+  if (peer_ == nullptr) return next;
+  if (peer_->outbound().operations() > 0) next = std::min(next, host_->next_look_ns());
+  return std::min(next, peer_->next_timer_ns());
 }
 
 void RdmaChannel::update_interest() {

@@ -35,9 +35,7 @@ class RdmaChannel final : public Channel, private Host::User {
     pacer_.set_rate(bytes_per_s, now);
   }
   void begin_close(std::int64_t now) override;
-  void region_changed(RegionId region, bool gone) override {
-    if (gone) host_->forget(region);
-  }
+  void region_changed(RegionId region, bool gone) override { host_->region_changed(region, gone); }
   void fail(Status why) override;
 
   void on_event(std::uint32_t source, std::uint32_t events, std::int64_t now) override;
@@ -52,7 +50,7 @@ class RdmaChannel final : public Channel, private Host::User {
   bool initiator() const noexcept override { return initiator_; }
 
  private:
-  enum class State : std::uint8_t { kConnecting, kHandshake, kUp, kClosing, kDead };
+  enum class State : std::uint8_t { kConnecting, kHandshake, kOpening, kUp, kClosing, kDead };
   struct Pending {  // a write, a read, or a send whose completion is waited for
     std::unique_ptr<Op> op{};
     std::int64_t deadline_ns = 0;
@@ -62,15 +60,21 @@ class RdmaChannel final : public Channel, private Host::User {
   // Host::User
   Result<bool> on_work(const Nic* nic, const WorkDone& done, std::int64_t now) override;
   void on_nic_event(const Nic* nic, NicEvent event, std::int64_t now) override;
+  void on_ready() override { news_ = true; }
   bool revoke(GrantRef grant, std::int64_t now) override;
 
-  Status establish();
+  Status establish(std::int64_t now);
+  void go_up(std::int64_t now);
+  Status watch(const std::vector<Nic*>& nics);
   void make_peer(const std::vector<Nic*>& nics);
   void receive(std::int64_t now);
   bool receive_some(std::int64_t now);
   void parse(std::int64_t now);
   std::size_t parse_frame(Bytes rest, std::int64_t now);
-  void pass_on(std::uint64_t id);
+  bool pass_on(std::uint64_t id);
+  void take_frame(FrameType type, Bytes body, std::int64_t now);
+  void publish_rails(std::int64_t now);
+  bool may_post(std::uint32_t rail, std::int64_t now);
   void pass_on(SendCommand command);
   void drop_early();
   void on_credit(Bytes body);
@@ -98,11 +102,15 @@ class RdmaChannel final : public Channel, private Host::User {
   PeerHello hello_;
   std::unique_ptr<Peer> peer_;  // from Up on
   std::map<std::uint64_t, Pending> pending_;
-  std::deque<std::variant<SendCommand, std::uint64_t>> early_;  // posted before Up
+  std::shared_ptr<const Host::Opening> opening_;  // of the NICs, from the handshake on
+  // Posted before Up, or behind an operation whose region is not registered yet.
+  std::deque<std::variant<SendCommand, std::uint64_t>> early_;
+  std::deque<std::pair<FrameType, std::vector<std::byte>>> early_frames_;  // came before Up
+  std::size_t early_bytes_ = 0;
   std::set<std::pair<std::int64_t, std::uint64_t>> deadlines_;
   Outbox outbox_;
   Pacer pacer_;
-  std::int64_t pace_until_ = 0;
+  std::int64_t pace_until_ = 0, next_publish_ns_ = 0;
   std::vector<std::byte> rx_;
   std::size_t rx_end_ = 0;
   std::int64_t last_rx_ns_, last_tx_ns_, setup_deadline_ns_, close_deadline_ns_ = 0;

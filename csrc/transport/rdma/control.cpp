@@ -129,6 +129,7 @@ struct Encoder {
     w.raw(std::as_bytes(std::span(m.ranges)));
   }
   void operator()(const Unmapped& m) { w.grant(m.grant); }
+  void operator()(const Drained& m) { w.grant(m.grant); }
   void operator()(const Begin& m) {
     w.put(m.op).put(m.slot).put(static_cast<std::uint8_t>(m.priority));
     w.grant(m.grant).put(m.tag).put(m.bytes).put(static_cast<std::uint8_t>(m.notify));
@@ -220,6 +221,8 @@ Control read(std::uint8_t kind, Reader* r) {
       if (r->good()) m.bytes.assign(body.begin(), body.end());
       return m;
     }
+    case 12:
+      return Drained{r->grant()};
     default:
       r->require(false);
       return Abort{};

@@ -4,7 +4,8 @@
 //   rail life      kOffer / kAccept / kRefuse / kBroken: a sender offers a queue pair for its own
 //                  writes and reads, the owner answers with the other end. An epoch counts them.
 //   grants         kMap asks for the windows of a grant on one rail, kMapped brings their keys,
-//                  kUnmapped says that they are dead.
+//                  kUnmapped says that they are dead, kDrained that nothing of the sender's is on
+//                  its way to them any more.
 //   writes         kBegin takes the write's place in the order, kPosted says where its last pieces
 //                  will arrive, kResult is the owner's verdict, kAbort takes it back.
 //   messages       kMessage, in order with the writes of its class.
@@ -61,6 +62,9 @@ struct Mapped {
 struct Unmapped {
   GrantRef grant;
 };
+struct Drained {
+  GrantRef grant;
+};
 struct Begin {
   std::uint64_t op;
   std::uint32_t slot;
@@ -87,7 +91,7 @@ struct Text {
 };
 
 using Control = std::variant<Offer, Accept, Refuse, Broken, Map, Mapped, Unmapped, Begin, Posted,
-                             Verdict, Abort, Text>;
+                             Verdict, Abort, Text, Drained>;
 
 // What a message costs of the receiver's credits, the same for both sides: a text its bytes, a
 // write its arrival. The payload of writes lands in granted memory, reads ask the owner for

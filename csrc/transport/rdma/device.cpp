@@ -1,10 +1,14 @@
 #include "transport/rdma/device.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <array>
 #include <charconv>
-#include <fstream>
 
 #include "base/text.h"
+#include "transport/core/unique_fd.h"
 
 namespace kvcore::transport::rdma {
 namespace {
@@ -12,12 +16,14 @@ namespace {
 namespace fs = std::filesystem;
 
 // First line of a small file; empty when it is absent or, as sysfs does for empty table entries,
-// refuses to be read.
+// refuses to be read. Without a stream: a table of GIDs is a thousand files.
 std::string first_line(const fs::path& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
+  const UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  std::array<char, 256> line;
+  const ssize_t n = file ? ::read(file.get(), line.data(), line.size()) : -1;
+  if (n <= 0) return {};
+  const std::string_view read(line.data(), static_cast<std::size_t>(n));
+  return std::string(read.substr(0, read.find('\n')));
 }
 
 std::vector<std::string> names_in(const fs::path& folder) {
@@ -33,6 +39,13 @@ std::optional<int> number_in(const std::string& name) {
   int value = 0;
   const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), value);
   if (error != std::errc{} || end != name.data() + name.size() || value < 0) return std::nullopt;
+  return value;
+}
+
+// "100 Gb/sec (4X EDR)" -> 100.
+double leading_number(const std::string& line) {
+  double value = 0;
+  std::from_chars(line.data(), line.data() + line.size(), value);
   return value;
 }
 
@@ -81,6 +94,14 @@ Result<GidEntry> entry_of(const Port& port, int gid_index, const Gid& peer) {
 
 }  // namespace
 
+bool any_active_port(const fs::path& root) {
+  const fs::path devices = root / "class/infiniband";
+  for (const std::string& device : names_in(devices))
+    for (const std::string& name : names_in(devices / device / "ports"))
+      if (first_line(devices / device / "ports" / name / "state").starts_with("4:")) return true;
+  return false;
+}
+
 std::vector<Port> list_ports(const fs::path& root) {
   std::vector<Port> ports;
   const fs::path devices = root / "class/infiniband";
@@ -91,7 +112,8 @@ std::vector<Port> list_ports(const fs::path& root) {
       const fs::path folder = devices / device / "ports" / name;
       ports.push_back({device, static_cast<std::uint8_t>(*number),
                        first_line(folder / "state").starts_with("4:"),
-                       first_line(folder / "link_layer") == "Ethernet", read_gids(root, folder)});
+                       first_line(folder / "link_layer") == "Ethernet", read_gids(root, folder),
+                       leading_number(first_line(folder / "rate"))});
     }
   }
   return ports;

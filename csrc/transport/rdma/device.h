@@ -33,10 +33,14 @@ struct Port {
   bool active;
   bool ethernet;               // RoCE; else InfiniBand, where GID 0 of an active port does
   std::vector<GidEntry> gids;  // of the table's filled entries
+  double rate_gbps = 0;        // of the line; 0 = it does not say
 };
 
 // Every port below <root>/class/infiniband, sorted by name; none when there is no such folder.
 std::vector<Port> list_ports(const std::filesystem::path& root = "/sys");
+
+// Cheap: without the tables of GIDs.
+bool any_active_port(const std::filesystem::path& root = "/sys");
 
 // Why an entry cannot be used to reach `peer`; empty = it can.
 std::string unusable(const GidEntry& entry, const Gid& peer);

@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <cstring>
+
 #include "base/text.h"
 
 namespace kvcore::transport::rdma {
@@ -31,7 +33,8 @@ Result<IbVerbs> load() {
     return Error{ErrorCode::kUnsupported, text("no libibverbs: ", ::dlerror())};
   IbVerbs v{};
   Symbols s(library);
-  s.take(&v.get_device_list, "ibv_get_device_list")
+  s.take(&v.fork_init, "ibv_fork_init")
+      .take(&v.get_device_list, "ibv_get_device_list")
       .take(&v.free_device_list, "ibv_free_device_list")
       .take(&v.get_device_name, "ibv_get_device_name")
       .take(&v.open_device, "ibv_open_device")
@@ -59,6 +62,8 @@ Result<IbVerbs> load() {
       .take(&v.ack_async_event, "ibv_ack_async_event");
   if (s.missing() != nullptr)
     return Error{ErrorCode::kUnsupported, text("libibverbs is too old: it has no ", s.missing())};
+  if (const int error = v.fork_init(); error != 0)
+    return Error{ErrorCode::kIo, text("ibv_fork_init: ", std::strerror(error))};
   return v;
 }
 

@@ -11,6 +11,7 @@
 namespace kvcore::transport::rdma {
 
 struct IbVerbs {
+  decltype(&::ibv_fork_init) fork_init;
   decltype(&::ibv_get_device_list) get_device_list;
   decltype(&::ibv_free_device_list) free_device_list;
   decltype(&::ibv_get_device_name) get_device_name;
@@ -39,7 +40,10 @@ struct IbVerbs {
   decltype(&::ibv_ack_async_event) ack_async_event;
 };
 
-// Unsupported with dlopen's reason.
+// The first call prepares libibverbs for processes that fork (ibv_fork_init; RDMAV_FORK_SAFE says
+// the same): without it a child's copy-on-write could take pages away from under a device. Since
+// Linux 5.12 the kernel sees to that and nothing changes. Unsupported with dlopen's reason; Io: no
+// fork safety.
 Result<const IbVerbs*> load_ibverbs();
 
 }  // namespace kvcore::transport::rdma

@@ -30,7 +30,8 @@ Status Inbound::on(const Offer& m, std::int64_t now) {
   if (m.epoch <= rail.epoch) return broken_peer(text("rail ", m.rail, " offered twice"));
   kill_rail(m.rail, false);
   rail.epoch = m.epoch;
-  auto pair = rail.nic->make_queue_pair(options_.random_packet());
+  KVCORE_ASSIGN_OR_RETURN(const std::uint32_t packet, options_.random_packet());
+  auto pair = rail.nic->make_queue_pair(packet);
   if (!pair || !(*pair)->connect(m.sender, options_.path)) {
     control_.push_back(Refuse{m.rail, m.epoch});
     return {};
@@ -50,7 +51,10 @@ void Inbound::on(const Broken& m, std::int64_t) {
 void Inbound::kill_rail(std::uint32_t index, bool tell) {
   Rail& rail = rails_[index];
   if (rail.pair == nullptr) return;
-  for (auto& [id, exposed] : exposed_) exposed.rails[index] = {};
+  for (auto& [id, exposed] : exposed_) {
+    exposed.rails[index] = {};
+    exposed.undrained &= ~(1U << index);
+  }
   rail.pair.reset();
   rail.queue.abandon();
   rail.pending.clear();
@@ -86,9 +90,16 @@ Status Inbound::on(const Map& m, std::int64_t now) {
     return refuse({ErrorCode::kStale, "the grant is revoked or of another generation"});
   OnRail& on_rail = exposed.rails[m.rail];
   if (on_rail.ranges.empty()) {
-    if (const Status s = expose(&exposed, m.rail); !s) {
+    const auto registered = expose(&exposed, m.rail);
+    if (!registered) {
       on_rail = {};
-      return refuse(s.error());
+      return refuse(registered.error());
+    }
+    if (!*registered) {
+      std::erase_if(unregistered_,
+                    [&](const Map& w) { return w.grant == m.grant && w.rail == m.rail; });
+      unregistered_.push_back(m);
+      return {};
     }
   }
   on_rail.questions.push_back(m.question);
@@ -107,10 +118,12 @@ Status Inbound::open_grant(const Map& m, std::int64_t now) {
   return {};
 }
 
-Status Inbound::expose(Exposed* exposed, std::uint32_t index) {
+// False: the region is not registered yet.
+Result<bool> Inbound::expose(Exposed* exposed, std::uint32_t index) {
   Rail& rail = rails_[index];
   const Grant& grant = exposed->grant;
   KVCORE_ASSIGN_OR_RETURN(const RegisteredMemory* memory, options_.memory(grant.region, index));
+  if (memory == nullptr) return false;
   const auto base = reinterpret_cast<std::uint64_t>(options_.base(grant.region));
   OnRail& on_rail = exposed->rails[index];
   for (const Range& r : grant.ranges) {
@@ -121,7 +134,7 @@ Status Inbound::expose(Exposed* exposed, std::uint32_t index) {
   for (std::size_t i = 0; i < on_rail.ranges.size(); ++i)
     rail.pending.push_back({WorkKind::kBind, grant.ref.id, i});
   on_rail.binding = on_rail.ranges.size();
-  return {};
+  return true;
 }
 
 void Inbound::answer(Exposed* exposed, std::uint32_t index) {
@@ -220,6 +233,7 @@ void Inbound::begin_revoke(std::uint64_t id, std::int64_t now) {
   control_.push_back(Unmapped{exposed.grant.ref});
   for (std::uint32_t r = 0; r < rails_.size(); ++r) {
     OnRail& on_rail = exposed.rails[r];
+    if (!on_rail.ranges.empty()) exposed.undrained |= 1U << r;
     on_rail.invalidating = on_rail.ranges.size();
     for (std::size_t i = 0; i < on_rail.ranges.size(); ++i)
       rails_[r].pending.push_back({WorkKind::kInvalidate, id, i});
@@ -227,11 +241,18 @@ void Inbound::begin_revoke(std::uint64_t id, std::int64_t now) {
   for (std::uint32_t r = 0; r < rails_.size(); ++r) post_pending(r);
 }
 
-// A grant is fenced when no rail has a window of it any more.
+void Inbound::on(const Drained& m) {
+  const auto it = exposed_.find(m.grant.id);
+  if (it == exposed_.end() || it->second.grant.ref != m.grant || !it->second.revoked) return;
+  it->second.undrained = 0;
+  end_revokes();
+}
+
+// A grant is fenced when no rail has a window of it, or a packet for one, any more.
 void Inbound::end_revokes() {
   std::erase_if(exposed_, [&](const auto& entry) {
     const Exposed& exposed = entry.second;
-    if (!exposed.revoked) return false;
+    if (!exposed.revoked || exposed.undrained != 0) return false;
     for (const OnRail& r : exposed.rails)
       if (!r.ranges.empty()) return false;
     if (exposed.report) fenced_.push_back(exposed.grant.ref);
@@ -322,7 +343,9 @@ void Inbound::announce(Write* write, std::int64_t now) {
 
 // ---- time
 
-void Inbound::step(std::int64_t now) {
+Status Inbound::step(std::int64_t now) {
+  for (const Map& waiting : std::exchange(unregistered_, {}))
+    KVCORE_RETURN_IF_ERROR(on(waiting, now));
   std::vector<std::uint64_t> expired;
   std::vector<std::uint32_t> late;
   for (auto& [id, exposed] : exposed_) {
@@ -330,13 +353,14 @@ void Inbound::step(std::int64_t now) {
       expired.push_back(id);
     if (!exposed.revoked || now < exposed.fence_until) continue;
     for (std::uint32_t r = 0; r < rails_.size(); ++r)
-      if (!exposed.rails[r].ranges.empty()) late.push_back(r);
+      if (!exposed.rails[r].ranges.empty() || (exposed.undrained & 1U << r) != 0) late.push_back(r);
   }
   for (const std::uint64_t id : expired) begin_revoke(id, now);
   for (const std::uint32_t r : late) kill_rail(r, true);
   for (std::uint32_t r = 0; r < rails_.size(); ++r) post_pending(r);
   end_revokes();
   deliver(now);
+  return {};
 }
 
 std::int64_t Inbound::next_timer_ns() const {

@@ -2,9 +2,13 @@
 //
 // A grant opens nothing by itself. When the peer asks for it on a rail, each granted range gets a
 // type 2B memory window bound to that rail's queue pair, with the grant's rights only. Revocation
-// invalidates the windows (LOCAL_INV) and is over when the completions say so; when they do not
-// within kFenceNs, or the queue pair is in error, it is destroyed: that fences too. Until then the
-// grant's memory is in quarantine: `fenced` has not named it.
+// invalidates the windows (LOCAL_INV) and is over when the completions say so AND the peer has said
+// that nothing of its own is on its way to them (kDrained): a device may still be placing a packet
+// whose key it checked before the invalidation. Soft-RoCE does (rxe_resp.c: check_rkey looks the
+// window up without its lock, write_data_in copies later; rxe_invalidate_mw waits for neither).
+// When either does not come within kFenceNs, or the queue pair is in error, it is destroyed: that
+// waits for the device and needs no peer. Until then the grant's memory is in quarantine: `fenced`
+// has not named it.
 //
 // Order        A write has its place by kBegin; it is announced when its immediates are all there,
 //              its grant still lives, and what came before it in its class is over.
@@ -27,18 +31,21 @@
 
 namespace kvcore::transport::rdma {
 
-inline constexpr std::int64_t kFenceNs = 50'000'000;
+// More than a sender's kDrainGraceNs and a round trip.
+inline constexpr std::int64_t kFenceNs = 200'000'000;
 
 struct InboundOptions {
   PathSettings path;
-  std::function<std::uint32_t()> random_packet;  // 24 bits, unguessable
+  // 24 bits, unguessable. Without them the link fails.
+  std::function<Result<std::uint32_t>()> random_packet;
   // The live grant behind a reference: Stale.
   std::function<Result<Grant>(GrantRef, std::int64_t now)> grant;
   // The grant is about to be looked up and opened; then that nothing of it is open any more. Once
   // each in turn, so that whoever revokes knows whether it must wait (from any thread).
   std::function<void(GrantRef)> exposing = [](GrantRef) {};
   std::function<void(GrantRef)> concealed = [](GrantRef) {};
-  // The registration of a region on a rail, and where the region begins.
+  // The registration of a region on a rail (null: not yet, step() asks again), and where the region
+  // begins.
   std::function<Result<const RegisteredMemory*>(RegionId, std::uint32_t rail)> memory;
   std::function<std::byte*(RegionId)> base;
   // Credits (control.h): what the peer's words hold. Corrupt: more than it may.
@@ -62,6 +69,7 @@ class Inbound {
   Status on(const Offer& m, std::int64_t now);
   void on(const Broken& m, std::int64_t now);
   Status on(const Map& m, std::int64_t now);
+  void on(const Drained& m);
   Status on(const Begin& m, std::int64_t now);
   Status on(const Posted& m, std::int64_t now);
   void on(const Abort& m, std::int64_t now);
@@ -75,7 +83,7 @@ class Inbound {
   // later. The grant must be unknown to options.grant from before this call.
   bool revoke(GrantRef grant, std::int64_t now);
 
-  void step(std::int64_t now);         // posts, time limits, expiry
+  Status step(std::int64_t now);       // posts, time limits, expiry
   std::int64_t next_timer_ns() const;  // INT64_MAX = none
   std::optional<Control> next_control();
   std::vector<Delivery> take_deliveries() { return std::exchange(deliveries_, {}); }
@@ -120,7 +128,8 @@ class Inbound {
     Grant grant{};
     std::vector<OnRail> rails{};
     bool revoked = false;
-    bool report = false;  // take_fenced must name it
+    bool report = false;          // take_fenced must name it
+    std::uint32_t undrained = 0;  // rails on which packets of the peer may still be placed
     std::int64_t fence_until = 0;
   };
   struct Write {
@@ -134,7 +143,7 @@ class Inbound {
     std::vector<std::byte> message{};
   };
 
-  Status expose(Exposed* exposed, std::uint32_t rail);
+  Result<bool> expose(Exposed* exposed, std::uint32_t rail);
   void answer(Exposed* exposed, std::uint32_t rail);
   void begin_revoke(std::uint64_t id, std::int64_t now);
   void end_revokes();
@@ -149,6 +158,7 @@ class Inbound {
   std::vector<Rail> rails_;
   InboundOptions options_;
   std::unordered_map<std::uint64_t, Exposed> exposed_;  // by GrantRef::id
+  std::vector<Map> unregistered_;                       // questions that wait for a registration
   ArrivalCounters counters_;
   std::unordered_map<std::uint64_t, Write> writes_;
   std::vector<std::uint64_t> slot_op_;  // 0 = free

@@ -28,6 +28,7 @@ Result<NicCounts> SysfsNicCounters::read() {
   if (!std::filesystem::is_directory(hw, ignored) && !std::filesystem::is_directory(plain, ignored))
     return Error{ErrorCode::kNotFound, text("no counters below ", folder_.string())};
   NicCounts counts;
+  counts.tells_congestion = std::filesystem::exists(hw / "rp_cnp_handled", ignored);
   counts.congestion = number(hw / "rp_cnp_handled");
   counts.marked = number(hw / "np_ecn_marked_roce_packets");
   for (const char* name : {"out_of_sequence", "packet_seq_err", "local_ack_timeout_err",

@@ -12,6 +12,7 @@ namespace kvcore::transport::rdma {
 
 struct NicCounts {
   std::uint64_t congestion = 0;   // CNPs handled here: somebody marked what we sent
+  bool tells_congestion = false;  // there is such a counter (rxe has none)
   std::uint64_t marked = 0;       // ECN-marked packets received: somebody sends us too much
   std::uint64_t lost = 0;         // out of sequence, retransmissions, acknowledgement timeouts
   std::uint64_t packets_out = 0;  // rxe counts packets and no bytes

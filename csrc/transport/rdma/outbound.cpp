@@ -158,6 +158,20 @@ void Outbound::on(const Unmapped& m, std::int64_t now) {
     if (op.job.grant == m.grant && !op.plan.chunks.empty() && !op.ending) ids.push_back(id);
   const Error stale{ErrorCode::kStale, "the grant was revoked"};
   for (const std::uint64_t id : ids) stop(find(id), stale, true, now);
+  if (in_queues_.contains(m.grant.id))
+    draining_.insert_or_assign(m.grant.id, m.grant);
+  else
+    urgent_.push_back(Drained{m.grant});
+}
+
+// The last chunk of a grant that the owner took back was acknowledged, or its rail was broken, of
+// which the owner is told before.
+void Outbound::left_queue(const GrantRef& grant) {
+  const auto it = in_queues_.find(grant.id);
+  if (--it->second > 0) return;
+  in_queues_.erase(it);
+  const auto waited_for = draining_.extract(grant.id);
+  if (waited_for) urgent_.push_back(Drained{waited_for.mapped()});
 }
 
 void Outbound::on(const Verdict& m, std::int64_t now) {
@@ -179,7 +193,12 @@ void Outbound::offer(std::uint32_t index, std::int64_t now) {
   Rail& rail = rails_[index];
   ++rail.epoch;
   if (rail.epoch > 1) ++reconnects_;
-  auto pair = rail.nic->make_queue_pair(options_.random_packet());
+  const auto packet = options_.random_packet();
+  if (!packet) {
+    failure_ = packet.error();
+    return;
+  }
+  auto pair = rail.nic->make_queue_pair(*packet);
   if (!pair) return rail.health.on_error(now);
   rail.pair = std::move(pair).value();
   rail.state = RailState::kOffered;
@@ -212,6 +231,7 @@ void Outbound::retire(std::uint32_t index, std::uint64_t id) {
     if (sent.op == 0) continue;
     Op* op = find(sent.op);
     --op->outstanding;
+    left_queue(op->job.grant);
     settle(op);
   }
 }
@@ -288,7 +308,7 @@ bool Outbound::post_chunk(Op* op, const Chunk& chunk, std::int64_t now) {
     return false;
   }
   const bool room = rail.in_flight == 0 || rail.in_flight + chunk.bytes <= options_.in_flight_bytes;
-  if (rail.queue.free() == 0 || !room || !options_.may_post(now)) return false;
+  if (rail.queue.free() == 0 || !room || !options_.may_post(chunk.rail, now)) return false;
   Work work;
   const auto ticket = rail.queue.next(chunk.last_of_rail || rail.queue.free() == 1);
   work.id = ticket.id;
@@ -314,8 +334,9 @@ bool Outbound::post_chunk(Op* op, const Chunk& chunk, std::int64_t now) {
   rail.in_flight += chunk.bytes;
   rail.bytes_posted += chunk.bytes;
   ++op->outstanding;
+  ++in_queues_[op->job.grant.id];
   ++op->next_chunk;
-  options_.on_posted(chunk.bytes);
+  options_.on_posted(chunk.rail, chunk.bytes);
   return true;
 }
 

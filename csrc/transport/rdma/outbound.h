@@ -51,9 +51,12 @@ struct Job {
 struct OutboundOptions {
   PathSettings path;
   std::uint64_t in_flight_bytes = 16UL * 1024 * 1024;  // of one rail
-  // How much may be posted now (pacing); called before each chunk, told what was posted after.
-  std::function<bool(std::int64_t now)> may_post = [](std::int64_t) { return true; };
-  std::function<void(std::uint64_t bytes)> on_posted = [](std::uint64_t) {};
+  // May more be posted to this rail now (pacing, congestion)? Called before each chunk, told what
+  // was posted after.
+  std::function<bool(std::uint32_t rail, std::int64_t now)> may_post =
+      [](std::uint32_t, std::int64_t) { return true; };
+  std::function<void(std::uint32_t rail, std::uint64_t bytes)> on_posted = [](std::uint32_t,
+                                                                              std::uint64_t) {};
   // Credits (control.h): asked before a text or the announcement of a write leaves, and
   // told when it does.
   std::function<bool(std::uint64_t cost, Priority)> may_send = [](std::uint64_t, Priority) {
@@ -62,7 +65,8 @@ struct OutboundOptions {
   // A message left its queue: it was sent, or taken back.
   std::function<void(std::uint64_t bytes)> on_unqueued = [](std::uint64_t) {};
   std::function<void(std::uint64_t cost)> on_sent = [](std::uint64_t) {};
-  std::function<std::uint32_t()> random_packet;  // 24 bits, unguessable
+  // 24 bits, unguessable. Without them the link fails.
+  std::function<Result<std::uint32_t>()> random_packet;
 };
 
 class Outbound {
@@ -85,7 +89,7 @@ class Outbound {
   void on(const Refuse& m, std::int64_t now);
   void on(const Broken& m, std::int64_t now);
   Status on(const Mapped& m, std::int64_t now);
-  void on(const Unmapped& m, std::int64_t now);
+  void on(const Unmapped& m, std::int64_t now);  // kDrained follows
   void on(const Verdict& m, std::int64_t now);
 
   bool owns(std::uint32_t rail, QueuePairNumber number) const;
@@ -99,7 +103,7 @@ class Outbound {
   // The next control message that must leave, class by class; empty = none.
   std::optional<Control> next_control();
   std::vector<Done> take_done() { return std::exchange(done_, {}); }
-  // Set when every rail rests: nothing can move any more.
+  // Set when every rail rests, or there are no random bytes: nothing can move any more.
   const Status& failure() const { return failure_; }
   // Ends everything: queue pairs are destroyed, then each operation is done with `why`.
   void close(const Status& why);
@@ -169,6 +173,7 @@ class Outbound {
   void settle(Op* op);
   void finish(std::uint64_t op, Status status);
   void drop_map(std::uint64_t grant);
+  void left_queue(const GrantRef& grant);
   bool afford(std::uint64_t credit, std::size_t priority);
   Op* find(std::uint64_t op);
 
@@ -178,8 +183,10 @@ class Outbound {
   std::deque<Item> waiting_[kNumPriorities];
   std::deque<std::uint64_t> active_[kNumPriorities];  // announced, not yet posted whole
   std::set<std::uint64_t> ending_;
-  std::set<std::uint64_t> sends_;                     // whose verdict is waited for
-  std::unordered_map<std::uint64_t, GrantMap> maps_;  // by GrantRef::id
+  std::set<std::uint64_t> sends_;                             // whose verdict is waited for
+  std::unordered_map<std::uint64_t, GrantMap> maps_;          // by GrantRef::id
+  std::unordered_map<std::uint64_t, std::size_t> in_queues_;  // chunks, by GrantRef::id
+  std::unordered_map<std::uint64_t, GrantRef> draining_;      // the owner waits, by GrantRef::id
   std::vector<std::uint32_t> free_slots_;
   std::vector<std::uint32_t> attempts_;  // by slot
   std::vector<std::uint64_t> again_;     // to be posted from their beginning

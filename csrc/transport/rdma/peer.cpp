@@ -24,6 +24,7 @@ struct Dispatch {
   Status operator()(const Map& m) { return in.on(m, now); }
   Status operator()(const Mapped& m) { return out.on(m, now); }
   Status operator()(const Unmapped& m) { return out.on(m, now), Status{}; }
+  Status operator()(const Drained& m) { return in.on(m), Status{}; }
   Status operator()(const Begin& m) { return in.on(m, now); }
   Status operator()(const Posted& m) { return in.on(m, now); }
   Status operator()(const Verdict& m) { return out.on(m, now), Status{}; }

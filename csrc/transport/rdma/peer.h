@@ -27,9 +27,10 @@ class Peer {
   // False: the completion belongs to no queue pair of this link.
   Result<bool> on_work(const Nic* nic, const WorkDone& done, std::int64_t now);
   void on_event(const Nic* nic, NicEvent event, std::int64_t now);
-  void step(std::int64_t now) {
-    inbound_.step(now);
+  Status step(std::int64_t now) {
+    KVCORE_RETURN_IF_ERROR(inbound_.step(now));
     outbound_.step(now);
+    return outbound_.failure();
   }
   std::int64_t next_timer_ns() const {
     return std::min(inbound_.next_timer_ns(), outbound_.next_timer_ns());

@@ -154,6 +154,26 @@ bool is_loopback(const Address& address) {
   return ::inet_pton(AF_INET6, address.host.c_str(), &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6);
 }
 
+bool needs_look_up(const Address& address) {
+  if (address.shm) return false;
+  in6_addr any{};
+  // A scope ("fe80::1%eth0") stands behind a literal, too.
+  const std::string host = address.host.substr(0, address.host.find('%'));
+  return ::inet_pton(AF_INET, host.c_str(), &any) != 1 &&
+         ::inet_pton(AF_INET6, host.c_str(), &any) != 1;
+}
+
+Result<Address> numeric_address(const Address& address) {
+  KVCORE_ASSIGN_OR_RETURN(const auto list, resolve(address, false));
+  char host[INET6_ADDRSTRLEN + 16];
+  if (::getnameinfo(list->ai_addr, list->ai_addrlen, host, sizeof host, nullptr, 0,
+                    NI_NUMERICHOST) != 0)
+    return Error{ErrorCode::kNotFound, text("address=", address.str(), ": no numeric address")};
+  Address out = address;
+  out.host = host;
+  return out;
+}
+
 Result<UniqueFd> open_listener(Address* address) {
   return address->shm ? listen_unix(*address) : listen_tcp(address);
 }

@@ -23,6 +23,11 @@ Result<Address> parse_address(std::string_view text);
 // localhost and literal loopback addresses; every other name counts as not loopback.
 bool is_loopback(const Address& address);
 
+// Has it a name instead of an address? Then numeric_address() asks the resolver, which may take
+// seconds. NotFound.
+bool needs_look_up(const Address& address);
+Result<Address> numeric_address(const Address& address);
+
 // A listening socket. shm: made 0600, missing parent folders 0700, a socket file that nobody serves
 // is replaced, anything else at the path is refused. Fills in the port that was picked.
 Result<UniqueFd> open_listener(Address* address);

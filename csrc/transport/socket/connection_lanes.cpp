@@ -18,6 +18,7 @@ namespace {
 constexpr std::string_view kLabel = "kvcore-link-4";
 constexpr std::int64_t kLeastKeepaliveNs = 20'000'000;  // a shorter one would only be pings
 constexpr std::int64_t kDialAgainNs = 10'000'000;
+constexpr int kMostDials = 32;  // at a time, well below kMaxStrangersPerSource of the peer
 constexpr std::uint32_t kProcessSource = kNumPriorities;  // behind the lanes
 
 }  // namespace
@@ -44,9 +45,7 @@ Lane& Connection::lane_of(Priority priority) noexcept {
 
 // A connected or connecting socket becomes this lane; the handshake follows.
 void Connection::open_lane(Lane& lane, UniqueFd fd, std::vector<std::byte> hello) {
-  auto auth =
-      AuthSession::make(initiator_ ? AuthSession::Side::kInitiator : AuthSession::Side::kResponder,
-                        std::as_bytes(std::span(io_->shared.options.key)), kLabel, hello);
+  auto auth = make_link_auth(io_->shared.options, initiator_, kLabel, hello);
   if (!auth) return fail(auth.error());
   lane.auth = std::move(*auth);
   lane.fd = std::move(fd);
@@ -101,6 +100,11 @@ void Connection::dial_lanes() {
   dial_at_ns_ = 0;
   for (std::uint32_t n = 1; n < num_lanes_ && !dead(); ++n) {
     if (lanes_[n].state != Lane::State::kNone) continue;
+    if (io_->dials >= kMostDials) {
+      dial_at_ns_ = now_ns() + kDialAgainNs;
+      return;
+    }
+    lanes_[n].dial.emplace(io_);
     auto fd = open_connection_like(lanes_[0].fd.get());
     if (!fd) return fail(fd.error());
     open_lane(lanes_[n], std::move(*fd), make_join_hello(*lanes_[0].auth, n));
@@ -150,6 +154,7 @@ void Connection::adopt(std::uint32_t number, Lane lane, std::int64_t now) {
 
 void Connection::on_lane_up(Lane& lane, std::int64_t now) {
   lane.state = Lane::State::kUp;
+  lane.dial.reset();
   last_rx_ns_ = now;
   const auto last = lanes_.begin() + static_cast<std::ptrdiff_t>(num_lanes_);
   if (std::all_of(lanes_.begin(), last, [](const Lane& l) { return l.state == Lane::State::kUp; }))

@@ -12,7 +12,7 @@ namespace kvcore::transport {
 namespace {
 
 constexpr std::size_t kReadBytes = 16UL * 1024;  // read ahead while frames are parsed
-constexpr std::size_t kTailBytes = 4096;         // read ahead behind payload: the next frame's head
+constexpr std::size_t kLeastTailBytes = 64;      // read ahead behind payload: the next frame's head
 constexpr std::size_t kRoundBytes = 4096UL * 1024;     // then other links have their turn
 constexpr std::size_t kBulkRoundBytes = 256UL * 1024;  // of a lower class
 constexpr std::size_t kMaxLandings = 1023;             // places filled by one system call
@@ -29,6 +29,7 @@ void Connection::receive(Lane& lane, std::int64_t now) {
   const std::size_t budget = lane.number == 0 ? kRoundBytes : kBulkRoundBytes;
   for (std::size_t rounds = 0; !dead() && receive_some(lane, now); ++rounds) {
     if (rounds >= 64 || lane.received - before >= budget) break;
+    if (lane.drained && !lane.hung_up) break;  // epoll tells when there is more
   }
 }
 
@@ -52,10 +53,10 @@ bool Connection::receive_some(Lane& lane, std::int64_t now) {
 ssize_t Connection::read_socket(Lane& lane, std::vector<iovec>* iov) {
   std::size_t wanted = 0;
   for (const iovec& v : *iov) wanted += v.iov_len;
-  const std::size_t ahead = iov->empty() ? kReadBytes : kTailBytes;
+  const std::size_t ahead = iov->empty() ? kReadBytes : lane.tail_bytes;
   if (lane.rx_begin == lane.rx_end) lane.rx_begin = lane.rx_end = 0;
   if (lane.rx.size() < lane.rx_end + ahead) lane.rx.resize(lane.rx_end + ahead);
-  iov->push_back({lane.rx.data() + lane.rx_end, lane.rx.size() - lane.rx_end});
+  iov->push_back({lane.rx.data() + lane.rx_end, ahead});
   msghdr message{};
   message.msg_iov = iov->data();
   message.msg_iovlen = iov->size();
@@ -98,6 +99,7 @@ ssize_t Connection::read_socket(Lane& lane, std::vector<iovec>* iov) {
   }
   const auto got = static_cast<std::size_t>(n);
   lane.received += got;
+  lane.drained = got < wanted + ahead;
   lane.rx_end += got - std::min(got, wanted);
   return static_cast<ssize_t>(std::max<std::size_t>(1, std::min(got, wanted)));
 }
@@ -159,6 +161,9 @@ bool Connection::parse_frame(Lane& lane) {
     fail(corrupt("the peer sends more than its credits allow"));
     return false;
   }
+  // The next one's head is most often as long: what comes behind it need not be copied then.
+  if (prefix.payload_bytes > 0)
+    lane.tail_bytes = std::clamp(frame.size(), kLeastTailBytes, kReadBytes);
   dispatch(lane, prefix, frame.subspan(sizeof prefix, prefix.body_bytes));
   lane.rx_begin += frame.size();
   return true;

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "base/xxh3.h"
+#include "transport/core/channel.h"
 #include "transport/socket/outbox.h"
 
 namespace kvcore::transport {
@@ -35,17 +36,20 @@ struct Lane {
   State state = State::kNone;
   UniqueFd fd{};
   std::optional<AuthSession> auth{};
+  std::optional<Dial> dial{};  // while it has not joined yet
   std::uint32_t interest = 0;
   bool hung_up = false;  // the peer closed its side: read on to the end, whatever the limits
   bool bye_sent = false, bye_received = false;
-  bool more = false;  // its share of a round is used up, but it can send more
+  bool drained = false;  // the last read took less than it had room for
+  bool more = false;     // its share of a round is used up, but it can send more
 
   std::deque<OutFrame> control{};
   Outbox outbox{};
 
   std::vector<std::byte> rx{};  // received, not yet parsed: [rx_begin, rx_end)
   std::size_t rx_begin = 0, rx_end = 0;
-  std::uint64_t received = 0;  // bytes in all
+  std::size_t tail_bytes = 256;  // read behind payload: as much as the last head had
+  std::uint64_t received = 0;    // bytes in all
   std::deque<UniqueFd> rx_fds{};
   Sink sink{};
 

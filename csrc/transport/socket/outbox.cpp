@@ -101,7 +101,7 @@ Result<std::size_t> Outbox::flush(int socket, std::size_t max_bytes) {
   while (!frames_.empty() && total < max_bytes) {
     iov.clear();
     int fd = -1;
-    gather(&iov, &fd);
+    const std::size_t wanted = gather(&iov, &fd);
     msghdr message{};
     message.msg_iov = iov.data();
     message.msg_iovlen = iov.size();
@@ -124,6 +124,10 @@ Result<std::size_t> Outbox::flush(int socket, std::size_t max_bytes) {
     if (n < 0) return Error{ErrorCode::kPeerDead, text("sending failed: ", std::strerror(errno))};
     advance(static_cast<std::size_t>(n));
     total += static_cast<std::size_t>(n);
+    if (static_cast<std::size_t>(n) < wanted) {  // it is full: asking again says no more than that
+      blocked_ = true;
+      break;
+    }
   }
   return total;
 }

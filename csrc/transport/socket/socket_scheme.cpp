@@ -15,6 +15,16 @@ class SocketScheme final : public Scheme {
   std::string_view name() const noexcept override { return shm_ ? "shm" : "tcp"; }
   bool lends() const noexcept override { return shm_; }
 
+  LookUp look_up(std::string_view address) const override {
+    const auto parsed = allowed(address);  // what is refused is refused by dial
+    if (!parsed || !needs_look_up(*parsed)) return nullptr;
+    return [](std::string named) -> Result<std::string> {
+      KVCORE_ASSIGN_OR_RETURN(const Address name, parse_address(named));
+      KVCORE_ASSIGN_OR_RETURN(const Address number, numeric_address(name));
+      return number.str();
+    };
+  }
+
   Result<Listening> listen(std::string_view address) override {
     KVCORE_ASSIGN_OR_RETURN(Address parsed, allowed(address));
     KVCORE_ASSIGN_OR_RETURN(UniqueFd fd, open_listener(&parsed));

@@ -17,7 +17,7 @@ from kvcore.compress import Statistics, described, profile_classes
 from kvcore.config import WorkerConfig, WorkerLaunch, deployment_secret, read_key_file
 from kvcore.errors import InvalidArgument
 from kvcore.pages import PageClass, Pool, page_ids_for
-from kvcore.stream import Endpoint
+from kvcore.stream import Endpoint, stream_addresses
 from kvcore.worker.engine import Engine
 from kvcore.worker.handoff import DecodeEngine, PrefillEngine
 from kvcore.worker.memory import PageMemory
@@ -99,8 +99,7 @@ def build_worker(
         return Engine(loaded, memory, plan, **options), about
     listen = []
     if launch.role == "decode":
-        shm = f"shm:{directory}/decode-{os.getpid()}.sock"
-        listen = [shm if config.transport == "shm" else "tcp:127.0.0.1:0"]
+        listen = stream_addresses(config.transport, f"{directory}/decode-{os.getpid()}.sock")
     with _running_on(service_cpus):
         endpoint = Endpoint(
             pool,
@@ -108,6 +107,7 @@ def build_worker(
             key=read_key_file(launch.key_file) if launch.key_file else b"",
             checksums=config.checksums,  # type: ignore[arg-type]  # one of the schema's choices
             pacing_bytes_per_s=config.pacing_bytes_per_s,
+            allow_fallback=config.allow_fallback,
         )
     about["stream_addresses"] = list(endpoint.addresses)
     role = DecodeEngine if launch.role == "decode" else PrefillEngine

@@ -27,7 +27,7 @@ TEST_P(Conformance, BothSidesKnowEachOther) {
   EXPECT_EQ(to_owner->info().peer_layout, digest_of(4));
   EXPECT_EQ(to_peer->info().peer_layout, Digest{});
   EXPECT_TRUE(to_owner->info().up && to_peer->info().up);
-  EXPECT_EQ(to_owner->info().scheme, GetParam() == "tcp6" ? "tcp" : GetParam());
+  EXPECT_EQ(to_owner->info().scheme, scheme_of(GetParam()));
 }
 
 TEST_P(Conformance, MessagesArriveWholeAndInOrderBothWays) {
@@ -424,7 +424,7 @@ TEST_P(Conformance, CancelledReadStopsWriting) {
   to_owner->cancel(*op);
   const auto done = peer->next<Completion>();
   ASSERT_TRUE(done.has_value());
-  if (GetParam() != "shm" && GetParam() != "rdma") {  // there the reader itself may be quicker
+  if (GetParam() != "shm" && !is_rdma()) {  // there the reader itself may be quicker
     EXPECT_EQ(done->status.error().code, ErrorCode::kCancelled);
   }
   const std::vector<std::byte> after = peer_memory.copy();
@@ -477,7 +477,7 @@ TEST_P(Conformance, UnregisterIsRefusedWhileOperationsUseTheRegion) {
   ASSERT_TRUE(peer->next<Completion>().has_value());
   EXPECT_TRUE(peer->transport->unregister_region(peer_region).ok());
   EXPECT_EQ(peer->transport->unregister_region(peer_region).error().code, ErrorCode::kNotFound);
-  if (GetParam() == "rdma") revoke(grant.ref);  // its fence may be late, and then is waited for
+  if (is_rdma()) revoke(grant.ref);  // its fence may be late, and then is waited for
   EXPECT_TRUE(owner->transport->unregister_region(owner_region).ok());  // its grants go with it
 }
 
@@ -661,7 +661,8 @@ TEST_P(Conformance, ManySegmentsInOneOperation) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Links, Conformance,
-                         ::testing::ValuesIn(with_rdma({"loopback", "shm", "tcp", "tcp6"})),
+                         ::testing::ValuesIn(with_rdma({"loopback", "shm", "tcp", "tcp6",
+                                                        "rdma_fake"})),
                          [](const auto& info) { return info.param; });
 
 }  // namespace

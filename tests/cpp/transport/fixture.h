@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/text.h"
+#include "rdma/fake_machine.h"
 #include "transport/link.h"
 #include "transport/loopback.h"
 #include "transport/rdma/rdma_scheme.h"
@@ -125,11 +126,17 @@ inline std::string scratch_socket() {
 inline std::string listen_address(const std::string& scheme) {
   if (scheme == "loopback") return "loopback:owner";
   if (scheme == "shm") return scratch_socket();
-  if (scheme == "rdma") return "rdma:127.0.0.1:0";
+  if (scheme.starts_with("rdma")) return "rdma:127.0.0.1:0";
   return scheme == "tcp6" ? "tcp:[::1]:0" : "tcp:127.0.0.1:0";
 }
 
-// These, and rdma where the machine has a device: in a guest, `make test-rdma`.
+// The scheme that a link of this name says it has.
+inline std::string scheme_of(const std::string& link) {
+  return link == "tcp6" ? "tcp" : link.starts_with("rdma") ? "rdma" : link;
+}
+
+// These, and rdma where the machine has a device: in a guest, `make test-rdma`. ("rdma_fake" is
+// rdma over fake NICs, in one process.)
 inline std::vector<std::string> with_rdma(std::vector<std::string> links) {
   if (rdma::available().ok()) links.emplace_back("rdma");
   return links;
@@ -163,6 +170,10 @@ class LinkTest : public ::testing::TestWithParam<std::string> {
     // An emulated guest takes seconds to open a device: that is not silence.
     if (GetParam() == "rdma" && options.keepalive_ns == TransportOptions{}.keepalive_ns)
       options.keepalive_ns = options.handshake_ns = 20'000 * kMs;
+    if (GetParam() == "rdma_fake") {
+      if (!machine) machine = std::make_unique<rdma::FakeMachine>();
+      return machine->make_transport(std::move(options));
+    }
     if (!is_loopback()) return make_transport(std::move(options));
     if (!hub) hub = make_loopback_hub();
     return hub->make_transport(std::move(options));
@@ -171,6 +182,7 @@ class LinkTest : public ::testing::TestWithParam<std::string> {
     return take(try_make(std::move(options)));
   }
   bool is_loopback() const { return GetParam() == "loopback"; }
+  bool is_rdma() const { return GetParam().starts_with("rdma"); }
 
   void connect(TransportOptions owner_options = {}, TransportOptions peer_options = {}) {
     owner.emplace(make(std::move(owner_options)));
@@ -199,7 +211,7 @@ class LinkTest : public ::testing::TestWithParam<std::string> {
   // Until the ranges are the owner's again: at once, but on rdma, where the fence may be an event.
   void revoke(GrantRef grant) {
     if (owner->transport->revoke_grant(grant) == Fence::kDone) return;
-    ASSERT_EQ(GetParam(), "rdma");
+    ASSERT_TRUE(is_rdma());
     const auto fenced = owner->next<Fenced>();
     ASSERT_TRUE(fenced.has_value());
     EXPECT_EQ(fenced->grant, grant);
@@ -214,6 +226,7 @@ class LinkTest : public ::testing::TestWithParam<std::string> {
   }
 
   std::shared_ptr<LoopbackHub> hub;
+  std::unique_ptr<rdma::FakeMachine> machine;
   SharedMemory owner_memory{kBytes}, peer_memory{kBytes};  // outlive the transports
   std::optional<Node> owner, peer;
   std::shared_ptr<Link> to_owner, to_peer;

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
 from kvcore import bench_link
+from kvcore.config import make_key_file
 from kvcore.transport import Transport
 
 COMMAND = [sys.executable, "-m", "kvcore", "bench", "link"]
@@ -35,8 +36,8 @@ def test_two_processes_of_this_host() -> None:
 
 def test_two_sides_and_their_key(tmp_path: pathlib.Path) -> None:
     key, other = tmp_path / "key", tmp_path / "other"
-    key.write_bytes(os.urandom(32))
-    other.write_bytes(os.urandom(32))
+    make_key_file(key)
+    make_key_file(other)
     server = subprocess.Popen(
         [*COMMAND, "--a", "tcp:127.0.0.1:0", "--key-file", str(key)],
         stdout=subprocess.PIPE,
@@ -62,7 +63,7 @@ def test_two_sides_and_their_key(tmp_path: pathlib.Path) -> None:
         (["--b", "ftp:x"], 1, "ftp:x"),
         (["--a", "tcp:0.0.0.0:0"], 2, "a 32-byte key is needed"),
         (["--a", "nonsense"], 2, "--a nonsense"),
-        (["--b", "tcp:127.0.0.1:1", "--key-file", "/dev/null"], 2, "has 0 bytes, must have 32"),
+        (["--b", "tcp:127.0.0.1:1", "--key-file", "/dev/null"], 2, "must be 0600"),
         (["--repetitions", "0"], 2, "must be"),
     ],
 )
@@ -79,3 +80,40 @@ def test_a_side_that_dies_is_an_error_of_its_line() -> None:
     figures = bench_link.measure(address, b"")
     assert figures.error and not figures.write_gbps
     assert address in bench_link.table([figures])
+
+
+def test_who_answers_something_else() -> None:
+    """Side A may measure with another just now, or be no side A at all."""
+    with Transport() as other:
+        address = other.listen("tcp:127.0.0.1:0")
+        said = [b"busy", b"\xff\xfe", b"{}"]
+
+        def answer() -> None:
+            for message in said:
+                other.accept(30).send(message)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        errors = [bench_link.measure(address, b"", 1).error for _ in said]
+        answering.join()
+    assert "another process" in errors[0]
+    for error in errors[1:]:
+        assert error.endswith("no `kvcore bench link --a` serves there")
+
+
+def test_one_measures_at_a_time() -> None:
+    serving = subprocess.Popen(
+        [*COMMAND, "--a", "tcp:127.0.0.1:0"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert serving.stdout is not None
+        address = serving.stdout.readline().split()[-1]
+        with Transport() as first:
+            link = first.connect(address)
+            link.recv(30)  # it is measured, slowly
+            assert "another process" in bench_link.measure(address, b"", 1).error
+            link.close()
+        assert not bench_link.measure(address, b"", 1).error
+    finally:
+        serving.terminate()
+        serving.communicate()

@@ -6,11 +6,13 @@ import asyncio
 import os
 import select
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from kvcore import kernels, stream
+from kvcore import _core, kernels, stream
+from kvcore.config import WorkerConfig
 from kvcore.errors import Cancelled, Corrupt, InvalidArgument, Unsupported
 from kvcore.pages import Pool
 from support.stream_pages import alloc, make_pool, slice_of, stamp_pages, wrong_slices
@@ -330,3 +332,67 @@ def test_layers_are_not_told_unasked(pair: Pair) -> None:
     publish_all(sender)
     sender.commit()
     assert [e[0] for e in wait(pair.decode)] == ["complete"]
+
+
+def test_pages_belong_to_one_hand_over(pair: Pair) -> None:
+    """Two that fill the same pages would both be told that these are theirs."""
+    to, _ = alloc(pair.b, 48)
+    grant = pair.decode.grant(os.urandom(16), to, 48)
+    other, _ = alloc(pair.b, 16)
+    for pages in ([to[1]], [*other, to[0]], [other[0], other[0]]):
+        held = pair.b.stats().io_pages
+        with pytest.raises(InvalidArgument, match="one page, one hand-over"):
+            pair.decode.grant(os.urandom(16), pages, 16 * len(pages))
+        assert pair.b.stats().io_pages == held
+    pages, _ = alloc(pair.a, 48)
+    sender = pair.prefill.open(grant, pages)
+    publish_all(sender)
+    sender.commit(b"")
+    wait(pair.decode)
+    for again in (to, other):  # once it has ended they may be granted again
+        assert pair.decode.grant(os.urandom(16), again, 16 * len(again))
+
+
+def test_addresses_are_a_list() -> None:
+    with pytest.raises(InvalidArgument, match=r"listen='tcp:127\.0\.0\.1:0'"):
+        stream.Endpoint(make_pool(), "tcp:127.0.0.1:0")
+
+
+def test_kv_falls_back_only_where_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def addresses(name: str) -> list[str]:
+        return stream.stream_addresses(name, "/run/d.sock")
+
+    monkeypatch.setattr(_core.transport, "rdma_missing", lambda: "no device")
+    assert addresses("shm") == ["shm:/run/d.sock"]
+    assert addresses("tcp") == ["tcp:127.0.0.1:0"]
+    assert addresses("rdma") == ["rdma:127.0.0.1:0"]  # and the worker says why it cannot
+    assert not caplog.records
+    assert addresses("rdma-or-tcp") == ["tcp:127.0.0.1:0"]
+    assert "KV moves over tcp, no device" in caplog.text
+    monkeypatch.setattr(_core.transport, "rdma_missing", lambda: "")
+    assert addresses("rdma-or-tcp") == ["rdma:127.0.0.1:0", "tcp:127.0.0.1:0"]
+    for name, allowed in (("rdma", False), ("tcp", False), ("rdma-or-tcp", True)):
+        assert WorkerConfig(transport=name).allow_fallback is allowed
+
+
+def test_a_fallback_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key, request = bytes(32), os.urandom(16)
+    a, b = make_pool(), make_pool()
+    addresses = [f"shm:{tmp_path}/d.sock", "tcp:127.0.0.1:0"]
+    with (
+        stream.Endpoint(b, addresses, key=key) as decode,
+        stream.Endpoint(a, key=key, allow_fallback=True) as prefill,
+    ):
+        (tmp_path / "d.sock").unlink()
+        (page, *_), _ = alloc(a, 1)
+        sender = prefill.open(decode.grant(request, alloc(b, 1)[0], 1), [page])
+        for layer in range(a.spec.num_layers):
+            sender.publish_upto(layer, 1)
+        sender.commit(b"")
+        assert select.select([prefill.event_fd], [], [], 10)[0]
+        ((kind, _, stats),) = prefill.poll()
+        assert (kind, stats.transport) == ("sent", "tcp")
+        assert prefill.stats().fallbacks == 1
+    assert "1 hand-over links fell back" in caplog.text

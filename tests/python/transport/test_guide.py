@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pathlib
 import re
 import signal
@@ -97,6 +98,7 @@ def test_a_stopped_owner_of_an_shm_link(keepalive_s: float, tmp_path: pathlib.Pa
             link = peer.connect(f"shm:{tmp_path}/l.sock")
             token, source = link.recv(10), peer.allocate(1 << 20)
             owner.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, owner.pid, os.WSTOPPED)  # every thread of it
             op = link.write(source, [(0, 0, 1 << 20)], token, deadline_s=0.1)
             if keepalive_s:
                 with pytest.raises(errors.PeerHung):

@@ -339,14 +339,14 @@ def test_handler_failure_closes_only_its_connection(address: str) -> None:
     async def main() -> None:
         async def handler(conn: wire.Connection) -> None:
             kind, _ = await conn.recv()
-            if kind == "stats":
+            if kind == "prefix_resync":
                 raise ValueError("boom")
             await conn.send("drained")
 
         server = await wire.serve(address, KEY, handler)
         bad = await wire.connect(server.address, KEY)
         good = await wire.connect(server.address, KEY)
-        await bad.send("stats")
+        await bad.send("prefix_resync")
         with pytest.raises(PeerDead):
             await bad.recv()
         await good.send("drain")

@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::int64_t kSecond = 1'000'000'000;
 
-std::uint32_t random_packet() {
+Result<std::uint32_t> random_packet() {
   std::uint32_t value = 0;
   EXPECT_TRUE(secure_random(std::as_writable_bytes(std::span(&value, 1))).ok());
   return value & 0xffffffU;

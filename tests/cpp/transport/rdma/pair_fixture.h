@@ -20,7 +20,8 @@ inline constexpr std::size_t kBytes = 1UL << 20;
 
 // One end: its NICs, its memory, its grants, and all that it was told.
 struct End {
-  End(std::vector<std::unique_ptr<Nic>> opened, std::function<std::uint32_t()> random_packet)
+  End(std::vector<std::unique_ptr<Nic>> opened,
+      std::function<Result<std::uint32_t>()> random_packet)
       : memory(kBytes), nics(std::move(opened)) {
     for (auto& nic : nics) {
       auto key = nic->register_memory({.base = memory.data(), .bytes = kBytes});
@@ -85,6 +86,7 @@ struct End {
   std::map<std::uint64_t, Status> done;
   std::vector<Inbound::Delivery> deliveries;
   std::vector<GrantRef> fenced;
+  Status failed;           // of a step
   SendWindow window;       // what it may still send
   std::uint64_t held = 0;  // credit of what it was sent and has not dropped
 };
@@ -120,7 +122,7 @@ class Turns {
       ASSERT_TRUE(status.ok()) << status.error().message;
       self.inbox.pop_front();
     }
-    self.peer->step(now);
+    if (const Status stepped = self.peer->step(now); !stepped) self.failed = stepped;
     while (auto control = self.peer->next_control()) other.inbox.push_back(std::move(*control));
     collect(self);
   }
@@ -178,10 +180,13 @@ struct Fabric {
       nics.push_back(std::move(fabric.open(request)).value());
       (void)nics.back()->post_receives(64);
     }
-    return std::make_unique<End>(
-        std::move(nics), [this] { return static_cast<std::uint32_t>(fabric.draw(1U << 24)); });
+    return std::make_unique<End>(std::move(nics), [this]() -> Result<std::uint32_t> {
+      if (no_random) return Error{ErrorCode::kIo, "no random bytes"};
+      return static_cast<std::uint32_t>(fabric.draw(1U << 24));
+    });
   }
   FakeFabric fabric;
+  bool no_random = false;
 };
 
 class Wire : public Fabric, public Turns {

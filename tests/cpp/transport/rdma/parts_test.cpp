@@ -93,6 +93,7 @@ TEST(Devices, TheGidIsOfThePeersFamilyUpRoutableAndClosest) {
   root.gid("mlx5_0", 7, "0000:0000:0000:0000:0000:ffff:0a4d:0003", "");
   root.gid("mlx5_0", 8, "0000:0000:0000:0000:0000:ffff:0a4d:0004", "dum1");
   const auto ports = list_ports(root.path());
+  EXPECT_TRUE(any_active_port(root.path()) && !any_active_port(root.path() / "none"));
   ASSERT_EQ(ports.size(), 1U);
   EXPECT_EQ(ports[0].gids.size(), 8U);  // the null one is no entry
   EXPECT_EQ(choose_gid(ports[0], gid("10.77.0.9"))->index, 4);
@@ -153,6 +154,9 @@ TEST(Counters, AreReadFromBothFolders) {
   root.write(folder + "counters/port_rcv_packets", "11");
   const NicCounts counts = *SysfsNicCounters("mlx5_0", 1, root.path()).read();
   EXPECT_EQ(counts.congestion, 7U);
+  EXPECT_TRUE(counts.tells_congestion);
+  root.write("class/infiniband/rxe0/ports/1/hw_counters/sent_pkts", "5");
+  EXPECT_FALSE(SysfsNicCounters("rxe0", 1, root.path()).read()->tells_congestion);
   EXPECT_EQ(counts.marked, 9U);
   EXPECT_EQ(counts.lost, 5U);
   EXPECT_EQ(counts.bytes_out, 4000U);
@@ -373,6 +377,7 @@ std::vector<Control> samples() {
           mapped,
           refused,
           Unmapped{{1, 2}},
+          Drained{{3, 4}},
           Begin{9, 10, Priority::kPrefetch, {1, 2}, 11, 12},
           Posted{9, 10, 3},
           Verdict{9, {}},

@@ -119,6 +119,7 @@ TEST_P(Seeds, AfterTheFenceNoByteLands) {
   w.a.peer->outbound().start(w.a.job(5, other.ref, {{1, 900'000, 50'000}}));
   w.a.peer->outbound().start(w.a.job(6, grant.ref, {{800'000, 100, 10'000}}, true));
   if (GetParam() % 3 == 0) w.fabric.stalled = {"b0"};  // no LOCAL_INV is carried out
+  w.fabric.places_late = GetParam() % 2 == 0;
   w.rounds(static_cast<int>(w.fabric.draw(400)));
   w.b.grants.erase(grant.ref.id);
   if (!w.b.peer->inbound().revoke(grant.ref, w.now)) {
@@ -324,6 +325,20 @@ TEST(Peer, ManyOperationsShareTheSlots) {
     w.a.peer->outbound().start(w.a.job(op, grant.ref, {{op, op, 3}}));
   ASSERT_TRUE(w.until([&] { return w.a.done.size() == many && w.arrivals(w.b) == many; }));
   for (const auto& [op, status] : w.a.done) EXPECT_TRUE(status.ok());
+}
+
+// A guessable packet number would let a stranger inject packets: rather no link.
+TEST(Peer, WithoutRandomBytesBothSidesFail) {
+  Wire w(11, 1);
+  w.no_random = true;
+  ASSERT_TRUE(w.until([&] { return !w.a.failed.ok(); }));
+  EXPECT_EQ(w.a.failed.error().code, ErrorCode::kIo);
+  Wire owner(12, 1);
+  owner.turn(owner.a, owner.b, 0);  // the offer is on its way
+  owner.no_random = true;
+  ASSERT_FALSE(owner.b.inbox.empty());
+  const Status refused = owner.b.peer->on_control(owner.b.inbox.front(), owner.now);
+  EXPECT_EQ(refused.error().code, ErrorCode::kIo);
 }
 
 TEST(Peer, ABrokenPeerIsRefused) {

@@ -44,7 +44,7 @@ int owner(const std::string& folder, const std::string& rounds) {
   std::ofstream(folder + "/address.new") << *address;
   std::filesystem::rename(folder + "/address.new", folder + "/address");
   const RegionId region = *node.transport->register_region(memory.data(), kBytes, memory.fd());
-  const auto up = node.next<Up>(60'000);
+  const auto up = node.next<Up>(120'000);  // the other guest boots
   if (!up) return fail("nobody came");
   const auto link = node.transport->link(up->link);
   const Range all{0, kBytes};
