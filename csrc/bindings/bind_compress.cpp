@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/text.h"
+#include "bindings/doc.h"
 #include "bindings/errors.h"
 #include "compress/chooser.h"
 #include "compress/seal.h"
@@ -110,7 +111,7 @@ void bind_seal(py::module_& m) {
         const py::gil_scoped_release release;
         unwrap(compress::seal_pages(pool, pages, class_number));
       },
-      py::arg("pool"), py::arg("pages"), py::arg("class_number"));
+      py::arg("pool"), py::arg("pages"), py::arg("class_number"), doc("compress.seal_pages"));
 }
 
 constexpr double kLeast = 1e-30;
@@ -160,7 +161,7 @@ void bind_sealer(py::module_& m) {
   using compress::Sealer;
   using PageList = std::vector<std::int32_t>;
   const auto pages = py::arg("pages"), table = py::arg("table");
-  py::class_<Sealer>(m, "Sealer")
+  py::class_<Sealer>(m, "Sealer", doc("compress.Sealer"))
       .def(py::init([](std::shared_ptr<pages::Pool> pool, const std::vector<PageClass>& classes,
                        bool measure) {
              return unwrap(Sealer::make(std::move(pool), classes, measure));
@@ -169,61 +170,67 @@ void bind_sealer(py::module_& m) {
       .def(
           "offer",
           [](Sealer& s, const std::vector<PageClass>& classes) { unwrap(s.offer(classes)); },
-          py::arg("classes"))
-      .def("observed", &observed)
-      .def("restart",
-           [](Sealer& s) {
-             if (s.meter()) s.meter()->restart();
-           })
-      .def_property_readonly("rounds",
-                             [](Sealer& s) { return s.meter() ? s.meter()->rounds() : 0; })
+          py::arg("classes"), doc("compress.Sealer.offer"))
+      .def("observed", &observed, doc("compress.Sealer.observed"))
+      .def(
+          "restart",
+          [](Sealer& s) {
+            if (s.meter()) s.meter()->restart();
+          },
+          doc("compress.Sealer.restart"))
+      .def_property_readonly(
+          "rounds", [](Sealer& s) { return s.meter() ? s.meter()->rounds() : 0; },
+          doc("compress.Sealer.rounds"))
       .def(
           "hold", [](Sealer& s, const PageList& p, std::int32_t t) { unwrap(s.hold(p, t)); }, pages,
-          table)
+          table, doc("compress.Sealer.hold"))
       .def(
           "drop", [](Sealer& s, const PageList& p, std::int32_t t) { unwrap(s.drop(p, t)); }, pages,
-          table)
+          table, doc("compress.Sealer.drop"))
       .def(
           "faithful",
           [](const Sealer& s, const PageList& p, std::int32_t t) {
             return unwrap(s.faithful(p, t));
           },
-          pages, table)
+          pages, table, doc("compress.Sealer.faithful"))
       .def(
-          "computed", [](Sealer& s, const PageList& p) { unwrap(s.computed(p)); }, pages)
+          "computed", [](Sealer& s, const PageList& p) { unwrap(s.computed(p)); }, pages,
+          doc("compress.Sealer.computed"))
       .def(
           "add",
           [](Sealer& s, const PageList& p, std::int32_t t, bool high_first) {
             return unwrap(s.add(p, t, high_first));
           },
-          pages, py::arg("table") = 0, py::arg("high_first") = false)
+          pages, py::arg("table") = 0, py::arg("high_first") = false, doc("compress.Sealer.add"))
       .def(
           "exchange",
           [](Sealer& s, const PageList& p, std::int32_t t) { return unwrap(s.exchange(p, t)); },
-          pages, table)
+          pages, table, doc("compress.Sealer.exchange"))
       .def(
           "step",
           [](Sealer& s, bool busy) {
             const py::gil_scoped_release release;
             unwrap(s.step(busy));
           },
-          py::arg("busy"))
+          py::arg("busy"), doc("compress.Sealer.step"))
       .def(
           "run",
           [](Sealer& s, std::int64_t max_pages) {
             const py::gil_scoped_release release;
             return unwrap(s.run(max_pages));
           },
-          py::arg("max_pages"))
-      .def_property_readonly("tables", &Sealer::tables)
-      .def_property_readonly("class_number",
-                             [](const Sealer& s) { return s.class_number(s.least()); })
-      .def_property_readonly("waiting", &Sealer::waiting)
-      .def_property_readonly("held", &Sealer::held)
-      .def_property_readonly("sealed", &Sealer::sealed)
-      .def_property_readonly("refused", &Sealer::refused)
-      .def_property_readonly("under_way", &Sealer::under_way)
-      .def_property("step_pages", &Sealer::step_pages, &Sealer::set_step_pages);
+          py::arg("max_pages"), doc("compress.Sealer.run"))
+      .def_property_readonly("tables", &Sealer::tables, doc("compress.Sealer.tables"))
+      .def_property_readonly(
+          "class_number", [](const Sealer& s) { return s.class_number(s.least()); },
+          doc("compress.Sealer.class_number"))
+      .def_property_readonly("waiting", &Sealer::waiting, doc("compress.Sealer.waiting"))
+      .def_property_readonly("held", &Sealer::held, doc("compress.Sealer.held"))
+      .def_property_readonly("sealed", &Sealer::sealed, doc("compress.Sealer.sealed"))
+      .def_property_readonly("refused", &Sealer::refused, doc("compress.Sealer.refused"))
+      .def_property_readonly("under_way", &Sealer::under_way, doc("compress.Sealer.under_way"))
+      .def_property("step_pages", &Sealer::step_pages, &Sealer::set_step_pages,
+                    doc("compress.Sealer.step_pages"));
 }
 
 }  // namespace

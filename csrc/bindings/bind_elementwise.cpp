@@ -3,6 +3,7 @@
 
 #include "base/text.h"
 #include "bindings/address.h"
+#include "bindings/doc.h"
 #include "bindings/errors.h"
 #include "kernels/elementwise/elementwise.h"
 
@@ -27,8 +28,8 @@ void rms_norm(Address x, std::int64_t x_stride, Address delta, Address weight, A
 }
 
 void rope(Address x, std::int64_t x_stride, Address rotation, Address q_weight, Address k_weight,
-          std::int64_t rows, std::int64_t q_heads, std::int64_t k_heads, std::int64_t dim, float eps,
-          int dtype) {
+          std::int64_t rows, std::int64_t q_heads, std::int64_t k_heads, std::int64_t dim,
+          float eps, int dtype) {
   const kernels::RopeRows args{pointer<void>("x", x, rows),
                                x_stride,
                                static_cast<const float*>(pointer<void>("rotation", rotation, rows)),
@@ -45,8 +46,8 @@ void rope(Address x, std::int64_t x_stride, Address rotation, Address q_weight, 
 }
 
 void silu_mul(Address gate_up, Address out, std::int64_t rows, std::int64_t dim, int dtype) {
-  const kernels::SiluMulRows args{pointer<void>("gate_up", gate_up, rows), pointer<void>("out", out, rows), rows, dim,
-                                  dtype_of(dtype)};
+  const kernels::SiluMulRows args{pointer<void>("gate_up", gate_up, rows),
+                                  pointer<void>("out", out, rows), rows, dim, dtype_of(dtype)};
   const py::gil_scoped_release release;
   unwrap(kernels::silu_mul(args));
 }
@@ -56,12 +57,13 @@ void silu_mul(Address gate_up, Address out, std::int64_t rows, std::int64_t dim,
 void bind_elementwise(py::module_ m) {
   m.def("rms_norm_ptr", &rms_norm, py::arg("x"), py::arg("x_stride"), py::arg("delta"),
         py::arg("weight"), py::arg("out"), py::arg("rows"), py::arg("dim"), py::arg("eps"),
-        py::arg("dtype"));
+        py::arg("dtype"), doc("kernels.rms_norm_ptr"));
   m.def("rope_ptr", &rope, py::arg("x"), py::arg("x_stride"), py::arg("rotation"),
         py::arg("q_weight"), py::arg("k_weight"), py::arg("rows"), py::arg("q_heads"),
-        py::arg("k_heads"), py::arg("dim"), py::arg("eps"), py::arg("dtype"));
+        py::arg("k_heads"), py::arg("dim"), py::arg("eps"), py::arg("dtype"),
+        doc("kernels.rope_ptr"));
   m.def("silu_mul_ptr", &silu_mul, py::arg("gate_up"), py::arg("out"), py::arg("rows"),
-        py::arg("dim"), py::arg("dtype"));
+        py::arg("dim"), py::arg("dtype"), doc("kernels.silu_mul_ptr"));
 }
 
 }  // namespace kvcore::bindings

@@ -6,6 +6,7 @@
 
 #include "base/text.h"
 #include "bindings/address.h"
+#include "bindings/doc.h"
 #include "bindings/errors.h"
 #include "kernels/formats/formats.h"
 #include "pages/page_spec.h"
@@ -81,17 +82,17 @@ void check_block(const std::string& format, const std::string& part, std::int64_
 
 void bind_formats(py::module_ m) {
   m.def("block_bytes", &block_bytes, py::arg("format"), py::arg("part"), py::arg("tokens"),
-        py::arg("dim"));
+        py::arg("dim"), doc("kernels.block_bytes"));
   m.def("encode_block_ptr", &encode_block, py::arg("format"), py::arg("part"), py::arg("tokens"),
         py::arg("dim"), py::arg("rows_ptr"), py::arg("stride"), py::arg("dtype"),
         py::arg("block_ptr"), py::arg("bytes"), py::arg("count") = 1, py::arg("rows_step") = 0,
-        py::arg("block_step") = 0);
+        py::arg("block_step") = 0, doc("kernels.encode_block_ptr"));
   m.def("decode_block_ptr", &decode_block, py::arg("format"), py::arg("part"), py::arg("tokens"),
         py::arg("dim"), py::arg("block_ptr"), py::arg("bytes"), py::arg("rows_ptr"),
         py::arg("stride"), py::arg("dtype"), py::arg("count") = 1, py::arg("rows_step") = 0,
-        py::arg("block_step") = 0);
+        py::arg("block_step") = 0, doc("kernels.decode_block_ptr"));
   m.def("check_block_ptr", &check_block, py::arg("format"), py::arg("part"), py::arg("tokens"),
-        py::arg("dim"), py::arg("block_ptr"), py::arg("bytes"));
+        py::arg("dim"), py::arg("block_ptr"), py::arg("bytes"), doc("kernels.check_block_ptr"));
 }
 
 }  // namespace kvcore::bindings

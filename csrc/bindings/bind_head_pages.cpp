@@ -8,6 +8,7 @@
 
 #include "base/text.h"
 #include "bindings/address.h"
+#include "bindings/doc.h"
 #include "bindings/errors.h"
 #include "compress/head_attention.h"
 #include "compress/head_pages.h"
@@ -68,27 +69,31 @@ void attend(HeadAttention& plan, std::int64_t layer, Address q, std::int64_t q_s
 }
 
 void bind_pages(py::module_& m) {
-  py::class_<HeadPages, std::shared_ptr<HeadPages>>(m, "HeadPages")
+  py::class_<HeadPages, std::shared_ptr<HeadPages>>(m, "HeadPages", doc("compress.HeadPages"))
       .def(py::init([](std::shared_ptr<pages::Pool> pool, std::int32_t layers, std::int32_t heads) {
              return unwrap(HeadPages::make(std::move(pool), layers, heads));
            }),
            py::arg("pool").none(false), py::arg("num_layers"), py::arg("num_kv_heads"))
       .def(
-          "grow", [](HeadPages& h, std::int64_t n) { unwrap(h.grow(n)); }, py::arg("num_tokens"))
+          "grow", [](HeadPages& h, std::int64_t n) { unwrap(h.grow(n)); }, py::arg("num_tokens"),
+          doc("compress.HeadPages.grow"))
       .def(
           "seal",
           [](HeadPages& h, const std::vector<std::int32_t>& class_numbers) {
             const py::gil_scoped_release release;
             return unwrap(h.seal(class_numbers));
           },
-          py::arg("class_numbers"))
-      .def("release", &HeadPages::release)
-      .def("pages", &pages_of, py::arg("layer"), py::arg("head"))
-      .def_property_readonly("num_layers", &HeadPages::num_layers)
-      .def_property_readonly("num_kv_heads", &HeadPages::num_kv_heads)
-      .def_property_readonly("num_tokens", &num_tokens)
-      .def_property_readonly("num_pages", &HeadPages::num_pages)
-      .def_property_readonly("released", &HeadPages::released);
+          py::arg("class_numbers"), doc("compress.HeadPages.seal"))
+      .def("release", &HeadPages::release, doc("compress.HeadPages.release"))
+      .def("pages", &pages_of, py::arg("layer"), py::arg("head"), doc("compress.HeadPages.pages"))
+      .def_property_readonly("num_layers", &HeadPages::num_layers,
+                             doc("compress.HeadPages.num_layers"))
+      .def_property_readonly("num_kv_heads", &HeadPages::num_kv_heads,
+                             doc("compress.HeadPages.num_kv_heads"))
+      .def_property_readonly("num_tokens", &num_tokens, doc("compress.HeadPages.num_tokens"))
+      .def_property_readonly("num_pages", &HeadPages::num_pages,
+                             doc("compress.HeadPages.num_pages"))
+      .def_property_readonly("released", &HeadPages::released, doc("compress.HeadPages.released"));
   m.def("compact", &compact, py::arg("pool"), py::arg("pages"), py::arg("num_tokens"),
         py::arg("positions"), py::arg("offsets"), py::arg("head_pool").none(false));
 }
@@ -114,14 +119,21 @@ void bind_attention(py::module_& m) {
           },
           py::arg("sequences"), py::arg("cu_seqlens_q"))
       .def("append_ptr", &append, py::arg("layer"), py::arg("k_ptr"), py::arg("k_stride"),
-           py::arg("v_ptr"), py::arg("v_stride"), py::arg("dtype"))
+           py::arg("v_ptr"), py::arg("v_stride"), py::arg("dtype"),
+           doc("compress.HeadAttention.append_ptr"))
       .def("attend_ptr", &attend, py::arg("layer"), py::arg("q_ptr"), py::arg("q_stride"),
-           py::arg("out_ptr"), py::arg("out_stride"), py::arg("lse_ptr"), py::arg("dtype"))
-      .def_property_readonly("num_seqs", &HeadAttention::num_seqs)
-      .def_property_readonly("num_tokens", &HeadAttention::num_tokens)
-      .def_property_readonly("num_layers", &HeadAttention::num_layers)
-      .def_property_readonly("num_kv_heads", &HeadAttention::num_kv_heads)
-      .def_property_readonly("num_q_heads", &HeadAttention::num_q_heads);
+           py::arg("out_ptr"), py::arg("out_stride"), py::arg("lse_ptr"), py::arg("dtype"),
+           doc("compress.HeadAttention.attend_ptr"))
+      .def_property_readonly("num_seqs", &HeadAttention::num_seqs,
+                             doc("compress.HeadAttention.num_seqs"))
+      .def_property_readonly("num_tokens", &HeadAttention::num_tokens,
+                             doc("compress.HeadAttention.num_tokens"))
+      .def_property_readonly("num_layers", &HeadAttention::num_layers,
+                             doc("compress.HeadAttention.num_layers"))
+      .def_property_readonly("num_kv_heads", &HeadAttention::num_kv_heads,
+                             doc("compress.HeadAttention.num_kv_heads"))
+      .def_property_readonly("num_q_heads", &HeadAttention::num_q_heads,
+                             doc("compress.HeadAttention.num_q_heads"));
 }
 
 }  // namespace

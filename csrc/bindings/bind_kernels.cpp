@@ -15,6 +15,7 @@
 #include "base/thread_pool.h"
 #include "bindings/address.h"
 #include "bindings/dlpack.h"
+#include "bindings/doc.h"
 #include "bindings/errors.h"
 #include "kernels/attention/attention.h"
 #include "kernels/bounds/bounds.h"
@@ -218,8 +219,9 @@ void bind_plan(py::module_& m) {
                  ThreadPool::make(num_threads, cpus.value_or(std::vector<std::int32_t>{})));
            }),
            py::arg("num_threads"), py::arg("cpus") = py::none())
-      .def_property_readonly("num_threads", &ThreadPool::num_threads)
-      .def_property_readonly("spins", &ThreadPool::spins);
+      .def_property_readonly("num_threads", &ThreadPool::num_threads,
+                             doc("kernels.ThreadPool.num_threads"))
+      .def_property_readonly("spins", &ThreadPool::spins, doc("kernels.ThreadPool.spins"));
   py::class_<TensorPages>(m, "TensorPages")
       .def(py::init(&make_tensor_pages), py::arg("k_layers"), py::arg("k_strides"),
            py::arg("k_dim"), py::arg("v_layers"), py::arg("v_strides"), py::arg("v_dim"),
@@ -239,17 +241,23 @@ void bind_plan(py::module_& m) {
       .def("prepare", &prepare, py::arg("cu_seqlens_q"), py::arg("context_lens"),
            py::arg("block_table"))
       .def("append_ptr", &append, py::arg("layer"), py::arg("k_ptr"), py::arg("k_stride"),
-           py::arg("v_ptr"), py::arg("v_stride"), py::arg("dtype"))
+           py::arg("v_ptr"), py::arg("v_stride"), py::arg("dtype"),
+           doc("kernels.AttentionPlan.append_ptr"))
       .def("attend_ptr", &attend, py::arg("layer"), py::arg("q_ptr"), py::arg("q_stride"),
            py::arg("out_ptr"), py::arg("out_stride"), py::arg("lse_ptr"), py::arg("dtype"),
-           py::arg("page_scores_ptr") = 0)
+           py::arg("page_scores_ptr") = 0, doc("kernels.AttentionPlan.attend_ptr"))
       .def("run_ptr", &run, py::arg("layer"), py::arg("q_ptr"), py::arg("q_stride"),
            py::arg("k_ptr"), py::arg("k_stride"), py::arg("v_ptr"), py::arg("v_stride"),
-           py::arg("out_ptr"), py::arg("lse_ptr"), py::arg("dtype"))
-      .def_property_readonly("num_seqs", &AttentionPlan::num_seqs)
-      .def_property_readonly("num_tokens", &AttentionPlan::num_tokens)
-      .def_property_readonly("max_pages", &AttentionPlan::max_pages)
-      .def_property_readonly("num_q_heads", &AttentionPlan::num_q_heads);
+           py::arg("out_ptr"), py::arg("lse_ptr"), py::arg("dtype"),
+           doc("kernels.AttentionPlan.run_ptr"))
+      .def_property_readonly("num_seqs", &AttentionPlan::num_seqs,
+                             doc("kernels.AttentionPlan.num_seqs"))
+      .def_property_readonly("num_tokens", &AttentionPlan::num_tokens,
+                             doc("kernels.AttentionPlan.num_tokens"))
+      .def_property_readonly("max_pages", &AttentionPlan::max_pages,
+                             doc("kernels.AttentionPlan.max_pages"))
+      .def_property_readonly("num_q_heads", &AttentionPlan::num_q_heads,
+                             doc("kernels.AttentionPlan.num_q_heads"));
 }
 
 }  // namespace
@@ -263,10 +271,10 @@ void bind_kernels(py::module_ m) {
   m.def("describe_dlpack", &describe_dlpack, py::arg("capsule"));
   m.def("merge_states_ptr", &merge_states, py::arg("out_a"), py::arg("lse_a"), py::arg("out_b"),
         py::arg("lse_b"), py::arg("out"), py::arg("lse"), py::arg("rows"), py::arg("dim"),
-        py::arg("dtype"));
+        py::arg("dtype"), doc("kernels.merge_states_ptr"));
   m.def("append_kv_ptr", &append_kv, py::arg("view_address"), py::arg("layer"), py::arg("k_ptr"),
         py::arg("k_stride"), py::arg("v_ptr"), py::arg("v_stride"), py::arg("dtype"),
-        py::arg("slot_mapping_ptr"), py::arg("num_tokens"));
+        py::arg("slot_mapping_ptr"), py::arg("num_tokens"), doc("kernels.append_kv_ptr"));
   m.def("pack_slice_ptr", &pack_slice, py::arg("view_address"), py::arg("page"), py::arg("layer"),
         py::arg("first"), py::arg("count"), py::arg("k_ptr"), py::arg("k_stride"), py::arg("v_ptr"),
         py::arg("v_stride"), py::arg("dtype"));
@@ -276,11 +284,12 @@ void bind_kernels(py::module_ m) {
   m.def("copy_pages", &copy_pages, py::arg("view_address"), py::arg("from_pages"),
         py::arg("to_pages"));
   m.def("page_bounds_ptr", &page_bounds, py::arg("view_address"), py::arg("layer"),
-        py::arg("page_ids"), py::arg("valid_tokens"), py::arg("out_ptr"));
+        py::arg("page_ids"), py::arg("valid_tokens"), py::arg("out_ptr"),
+        doc("kernels.page_bounds_ptr"));
   m.def("page_score_bounds_ptr", &page_score_bounds, py::arg("q_ptr"), py::arg("q_stride"),
         py::arg("dtype"), py::arg("rows"), py::arg("num_q_heads"), py::arg("bounds_ptr"),
         py::arg("num_pages"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"),
-        py::arg("out_ptr"));
+        py::arg("out_ptr"), doc("kernels.page_score_bounds_ptr"));
 }
 
 }  // namespace kvcore::bindings

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/text.h"
+#include "bindings/doc.h"
 #include "bindings/errors.h"
 #include "pages/block_table.h"
 #include "pages/page_class.h"
@@ -70,29 +71,41 @@ auto option(const PageSpec& spec) {
 
 void bind_spec(py::module_& m) {
   using O = pages::PageSpecOptions;
-  py::class_<PageSpec>(m, "PageSpec")
+  py::class_<PageSpec>(m, "PageSpec", doc("pages.PageSpec"))
       .def(py::init(&make_spec), py::arg("num_layers"), py::arg("num_kv_heads"),
            py::arg("head_dim_k"), py::arg("head_dim_v") = py::none(), py::arg("page_size") = 64,
            py::arg("extent_pages") = 0, py::arg("format") = "bf16", py::arg("layout") = "packed",
            py::arg("align_bytes") = kFrameAlignBytes, py::arg("latent") = false)
-      .def_property_readonly("latent", &option<&O::latent>)
-      .def_property_readonly("num_layers", &option<&O::num_layers>)
-      .def_property_readonly("num_kv_heads", &option<&O::num_kv_heads>)
-      .def_property_readonly("head_dim_k", &option<&O::head_dim_k>)
-      .def_property_readonly("head_dim_v", &option<&O::head_dim_v>)
-      .def_property_readonly("page_size", &option<&O::page_size>)
-      .def_property_readonly("align_bytes", &option<&O::align_bytes>)
-      .def_property_readonly("extent_pages", &option<&O::extent_pages>)
-      .def_property_readonly("format",
-                             [](const PageSpec& s) { return name_of(s.options().format); })
-      .def_property_readonly("layout",
-                             [](const PageSpec& s) { return name_of(s.options().layout); })
-      .def_property_readonly("slice_bytes", &PageSpec::slice_bytes)
-      .def_property_readonly("layer_stride_bytes", &PageSpec::layer_stride_bytes)
-      .def_property_readonly("frame_bytes", &PageSpec::frame_bytes)
-      .def_property_readonly("page_bytes", &PageSpec::page_bytes)
-      .def("usable_prefix", &PageSpec::usable_prefix, py::arg("num_tokens"))
-      .def("describe", &PageSpec::describe)
+      .def_property_readonly("latent", &option<&O::latent>, doc("pages.PageSpec.latent"))
+      .def_property_readonly("num_layers", &option<&O::num_layers>,
+                             doc("pages.PageSpec.num_layers"))
+      .def_property_readonly("num_kv_heads", &option<&O::num_kv_heads>,
+                             doc("pages.PageSpec.num_kv_heads"))
+      .def_property_readonly("head_dim_k", &option<&O::head_dim_k>,
+                             doc("pages.PageSpec.head_dim_k"))
+      .def_property_readonly("head_dim_v", &option<&O::head_dim_v>,
+                             doc("pages.PageSpec.head_dim_v"))
+      .def_property_readonly("page_size", &option<&O::page_size>, doc("pages.PageSpec.page_size"))
+      .def_property_readonly("align_bytes", &option<&O::align_bytes>,
+                             doc("pages.PageSpec.align_bytes"))
+      .def_property_readonly("extent_pages", &option<&O::extent_pages>,
+                             doc("pages.PageSpec.extent_pages"))
+      .def_property_readonly(
+          "format", [](const PageSpec& s) { return name_of(s.options().format); },
+          doc("pages.PageSpec.format"))
+      .def_property_readonly(
+          "layout", [](const PageSpec& s) { return name_of(s.options().layout); },
+          doc("pages.PageSpec.layout"))
+      .def_property_readonly("slice_bytes", &PageSpec::slice_bytes,
+                             doc("pages.PageSpec.slice_bytes"))
+      .def_property_readonly("layer_stride_bytes", &PageSpec::layer_stride_bytes,
+                             doc("pages.PageSpec.layer_stride_bytes"))
+      .def_property_readonly("frame_bytes", &PageSpec::frame_bytes,
+                             doc("pages.PageSpec.frame_bytes"))
+      .def_property_readonly("page_bytes", &PageSpec::page_bytes, doc("pages.PageSpec.page_bytes"))
+      .def("usable_prefix", &PageSpec::usable_prefix, py::arg("num_tokens"),
+           doc("pages.PageSpec.usable_prefix"))
+      .def("describe", &PageSpec::describe, doc("pages.PageSpec.describe"))
       .def("__repr__", [](const PageSpec& s) { return "PageSpec(" + s.describe() + ")"; })
       .def("__eq__",
            [](const PageSpec& a, const PageSpec& b) { return a.describe() == b.describe(); })
@@ -146,49 +159,57 @@ std::vector<std::pair<std::int64_t, std::int64_t>> block_offsets(const PageClass
 }
 
 void bind_class(py::module_& m) {
-  py::class_<PageClass>(m, "PageClass")
+  py::class_<PageClass>(m, "PageClass", doc("pages.PageClass"))
       .def(py::init(&make_class), py::arg("spec"), py::arg("formats"))
-      .def_static("open", &PageClass::open, py::arg("spec"))
-      .def_property_readonly("spec", &PageClass::spec)
-      .def_property_readonly("formats", &class_formats)
-      .def_property_readonly("is_open", &PageClass::is_open)
-      .def_property_readonly("page_bytes", &PageClass::page_bytes)
-      .def("run_bytes", &PageClass::run_bytes, py::arg("num_pages"))
-      .def("slice_bytes", &layer_bytes, py::arg("layer"))
-      .def("block_offsets", &block_offsets, py::arg("layer"))
-      .def_property_readonly("digest",
-                             [](const PageClass& c) {
-                               const Digest32 d = c.digest();
-                               return py::bytes(reinterpret_cast<const char*>(d.data()), d.size());
-                             })
-      .def("describe", &PageClass::describe)
+      .def_static("open", &PageClass::open, py::arg("spec"), doc("pages.PageClass.open"))
+      .def_property_readonly("spec", &PageClass::spec, doc("pages.PageClass.spec"))
+      .def_property_readonly("formats", &class_formats, doc("pages.PageClass.formats"))
+      .def_property_readonly("is_open", &PageClass::is_open, doc("pages.PageClass.is_open"))
+      .def_property_readonly("page_bytes", &PageClass::page_bytes,
+                             doc("pages.PageClass.page_bytes"))
+      .def("run_bytes", &PageClass::run_bytes, py::arg("num_pages"),
+           doc("pages.PageClass.run_bytes"))
+      .def("slice_bytes", &layer_bytes, py::arg("layer"), doc("pages.PageClass.slice_bytes"))
+      .def("block_offsets", &block_offsets, py::arg("layer"), doc("pages.PageClass.block_offsets"))
+      .def_property_readonly(
+          "digest",
+          [](const PageClass& c) {
+            const Digest32 d = c.digest();
+            return py::bytes(reinterpret_cast<const char*>(d.data()), d.size());
+          },
+          doc("pages.PageClass.digest"))
+      .def("describe", &PageClass::describe, doc("pages.PageClass.describe"))
       .def("__eq__",
            [](const PageClass& a, const PageClass& b) { return a.describe() == b.describe(); })
       .def("__hash__", [](const PageClass& c) { return py::hash(py::str(c.describe())); });
 }
 
 void bind_arena(py::module_& m) {
-  py::class_<ReadonlyMapping>(m, "ReadonlyMapping")
-      .def_property_readonly("bytes", &ReadonlyMapping::bytes)
-      .def_property_readonly("address", [](const ReadonlyMapping& r) {
-        return reinterpret_cast<std::uintptr_t>(r.data());
-      });
-  py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
+  py::class_<ReadonlyMapping>(m, "ReadonlyMapping", doc("pages.ReadonlyMapping"))
+      .def_property_readonly("bytes", &ReadonlyMapping::bytes, doc("pages.ReadonlyMapping.bytes"))
+      .def_property_readonly(
+          "address",
+          [](const ReadonlyMapping& r) { return reinterpret_cast<std::uintptr_t>(r.data()); },
+          doc("pages.ReadonlyMapping.address"));
+  py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena", doc("pages.Arena"))
       .def(py::init([](std::int64_t bytes, bool huge_pages) {
              py::gil_scoped_release release;
              return unwrap(Arena::make(bytes, huge_pages));
            }),
            py::arg("bytes"), py::arg("huge_pages") = true)
-      .def_property_readonly("bytes", &Arena::bytes)
-      .def_property_readonly("huge_bytes", &Arena::huge_bytes)
-      .def_property_readonly("fd", &Arena::fd)
+      .def_property_readonly("bytes", &Arena::bytes, doc("pages.Arena.bytes"))
+      .def_property_readonly("huge_bytes", &Arena::huge_bytes, doc("pages.Arena.huge_bytes"))
+      .def_property_readonly("fd", &Arena::fd, doc("pages.Arena.fd"))
       .def_property_readonly(
-          "address", [](const Arena& a) { return reinterpret_cast<std::uintptr_t>(a.data()); })
-      .def("reopen_readonly", [](const Arena& a) { return unwrap(a.reopen_readonly()); })
+          "address", [](const Arena& a) { return reinterpret_cast<std::uintptr_t>(a.data()); },
+          doc("pages.Arena.address"))
+      .def(
+          "reopen_readonly", [](const Arena& a) { return unwrap(a.reopen_readonly()); },
+          doc("pages.Arena.reopen_readonly"))
       .def_static(
           "map_readonly",
           [](int fd, std::int64_t bytes) { return unwrap(ReadonlyMapping::make(fd, bytes)); },
-          py::arg("fd"), py::arg("bytes"));
+          py::arg("fd"), py::arg("bytes"), doc("pages.Arena.map_readonly"));
 }
 
 // A canonical array of the page's format: uint16 bit patterns or float32, C order.
@@ -259,87 +280,95 @@ void bind_pool(py::module_& m) {
       .def(
           "alloc",
           [](Pool& p, std::int64_t n, std::int32_t run) { return unwrap(p.alloc(n, run)); },
-          py::arg("num_pages"), py::arg("run_pages") = 0)
+          py::arg("num_pages"), py::arg("run_pages") = 0, doc("pages.Pool.alloc"))
       .def(
           "alloc_in_class",
           [](Pool& p, std::int64_t n, std::int32_t c) { return unwrap(p.alloc_in_class(n, c)); },
-          py::arg("num_pages"), py::arg("class_number"))
+          py::arg("num_pages"), py::arg("class_number"), doc("pages.Pool.alloc_in_class"))
       .def(
           "free_pages", [](Pool& p, std::int32_t run) { return unwrap(p.free_pages(run)); },
-          py::arg("run_pages") = 0)
+          py::arg("run_pages") = 0, doc("pages.Pool.free_pages"))
       .def(
           "add_class", [](Pool& p, const PageClass& c) { return unwrap(p.add_class(c)); },
-          py::arg("page_class"))
+          py::arg("page_class"), doc("pages.Pool.add_class"))
       .def(
           "page_class", [](const Pool& p, std::int32_t n) { return unwrap(p.page_class(n)); },
-          py::arg("class_number"))
-      .def("class_pages", &Pool::class_pages)
+          py::arg("class_number"), doc("pages.Pool.page_class"))
+      .def("class_pages", &Pool::class_pages, doc("pages.Pool.class_pages"))
       .def(
           "class_of",
           [](const Pool& p, std::int32_t page) { return unwrap(p.place(page)).class_number; },
-          py::arg("page"))
-      .def("slice_address", &slice_address, py::arg("page"), py::arg("layer"))
+          py::arg("page"), doc("pages.Pool.class_of"))
+      .def("slice_address", &slice_address, py::arg("page"), py::arg("layer"),
+           doc("pages.Pool.slice_address"))
       .def(
-          "incref", [](Pool& p, const PageList& l) { unwrap(p.incref(l)); }, py::arg("pages"))
+          "incref", [](Pool& p, const PageList& l) { unwrap(p.incref(l)); }, py::arg("pages"),
+          doc("pages.Pool.incref"))
       .def(
-          "decref", [](Pool& p, const PageList& l) { unwrap(p.decref(l)); }, py::arg("pages"))
+          "decref", [](Pool& p, const PageList& l) { unwrap(p.decref(l)); }, py::arg("pages"),
+          doc("pages.Pool.decref"))
       .def(
           "io_acquire", [](Pool& p, const PageList& l) { unwrap(p.io_acquire(l)); },
-          py::arg("pages"))
+          py::arg("pages"), doc("pages.Pool.io_acquire"))
       .def(
           "io_release", [](Pool& p, const PageList& l) { unwrap(p.io_release(l)); },
-          py::arg("pages"))
+          py::arg("pages"), doc("pages.Pool.io_release"))
       .def(
-          "seal", [](Pool& p, const PageList& l) { unwrap(p.seal(l)); }, py::arg("pages"))
+          "seal", [](Pool& p, const PageList& l) { unwrap(p.seal(l)); }, py::arg("pages"),
+          doc("pages.Pool.seal"))
       .def(
           "is_sealed", [](const Pool& p, std::int32_t page) { return unwrap(p.is_sealed(page)); },
-          py::arg("page"))
+          py::arg("page"), doc("pages.Pool.is_sealed"))
       .def(
           "generation", [](const Pool& p, std::int32_t page) { return unwrap(p.generation(page)); },
-          py::arg("page"))
+          py::arg("page"), doc("pages.Pool.generation"))
       .def(
           "refs",
           [](const Pool& p, std::int32_t page) {
             const pages::PageRefs r = unwrap(p.refs(page));
             return std::pair(r.owner, r.io);
           },
-          py::arg("page"))
+          py::arg("page"), doc("pages.Pool.refs"))
       .def("_stats", &stats_tuple)
-      .def("set_faults", &Pool::set_faults, py::arg("faults"))
-      .def("read_slice", &read_slice, py::arg("page"), py::arg("layer"))
+      .def("set_faults", &Pool::set_faults, py::arg("faults"), doc("pages.Pool.set_faults"))
+      .def("read_slice", &read_slice, py::arg("page"), py::arg("layer"),
+           doc("pages.Pool.read_slice"))
       .def("write_slice", &write_slice, py::arg("page"), py::arg("layer"), py::arg("k"),
-           py::arg("v"))
-      .def_property_readonly("spec", &Pool::spec)
-      .def_property_readonly("arena", &Pool::arena)
-      .def_property_readonly("num_pages", &Pool::num_pages)
-      .def_property_readonly("view_address", [](const Pool& p) {
-        return reinterpret_cast<std::uintptr_t>(&p.view());
-      });
+           py::arg("v"), doc("pages.Pool.write_slice"))
+      .def_property_readonly("spec", &Pool::spec, doc("pages.Pool.spec"))
+      .def_property_readonly("arena", &Pool::arena, doc("pages.Pool.arena"))
+      .def_property_readonly("num_pages", &Pool::num_pages, doc("pages.Pool.num_pages"))
+      .def_property_readonly(
+          "view_address", [](const Pool& p) { return reinterpret_cast<std::uintptr_t>(&p.view()); },
+          doc("pages.Pool.view_address"));
 }
 
 void bind_sequence(py::module_& m) {
   using pages::SequencePages;
-  py::class_<SequencePages>(m, "SequencePages")
+  py::class_<SequencePages>(m, "SequencePages", doc("pages.SequencePages"))
       .def(py::init<std::shared_ptr<Pool>>(), py::arg("pool").none(false))
       .def(
           "adopt",
           [](SequencePages& s, const PageList& l, std::int64_t n) { unwrap(s.adopt(l, n)); },
-          py::arg("prefix"), py::arg("num_tokens"))
+          py::arg("prefix"), py::arg("num_tokens"), doc("pages.SequencePages.adopt"))
       .def(
           "grow", [](SequencePages& s, std::int64_t n) { unwrap(s.grow(n)); },
-          py::arg("num_tokens"))
+          py::arg("num_tokens"), doc("pages.SequencePages.grow"))
       .def(
           "truncate", [](SequencePages& s, std::int64_t n) { unwrap(s.truncate(n)); },
-          py::arg("num_tokens"))
+          py::arg("num_tokens"), doc("pages.SequencePages.truncate"))
       .def(
           "replace_prefix",
           [](SequencePages& s, const PageList& l) { unwrap(s.replace_prefix(l)); },
-          py::arg("pages"))
-      .def("release", &SequencePages::release)
-      .def_property_readonly("released", &SequencePages::released)
-      .def_property_readonly("pages", &SequencePages::pages)
-      .def_property_readonly("num_tokens", &SequencePages::num_tokens)
-      .def_property_readonly("capacity_tokens", &SequencePages::capacity_tokens);
+          py::arg("pages"), doc("pages.SequencePages.replace_prefix"))
+      .def("release", &SequencePages::release, doc("pages.SequencePages.release"))
+      .def_property_readonly("released", &SequencePages::released,
+                             doc("pages.SequencePages.released"))
+      .def_property_readonly("pages", &SequencePages::pages, doc("pages.SequencePages.pages"))
+      .def_property_readonly("num_tokens", &SequencePages::num_tokens,
+                             doc("pages.SequencePages.num_tokens"))
+      .def_property_readonly("capacity_tokens", &SequencePages::capacity_tokens,
+                             doc("pages.SequencePages.capacity_tokens"));
 }
 
 py::array_t<std::int32_t> block_table(const std::vector<PageList>& rows,
@@ -376,10 +405,12 @@ void bind_pages(py::module_ m) {
   bind_arena(m);
   bind_pool(m);
   bind_sequence(m);
-  m.def("usable_prefix", &pages::usable_prefix, py::arg("num_tokens"), py::arg("page_size"));
-  m.def("block_table", &block_table, py::arg("rows"), py::arg("max_pages") = py::none());
+  m.def("usable_prefix", &pages::usable_prefix, py::arg("num_tokens"), py::arg("page_size"),
+        doc("pages.usable_prefix"));
+  m.def("block_table", &block_table, py::arg("rows"), py::arg("max_pages") = py::none(),
+        doc("pages.block_table"));
   m.def("slot_mapping", &slot_mapping, py::arg("pages"), py::arg("page_size"),
-        py::arg("first_token"), py::arg("num_tokens"));
+        py::arg("first_token"), py::arg("num_tokens"), doc("pages.slot_mapping"));
 }
 
 }  // namespace kvcore::bindings

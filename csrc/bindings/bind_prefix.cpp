@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/doc.h"
 #include "bindings/errors.h"
 #include "bindings/key_list.h"
 #include "bindings/tokens.h"
@@ -57,20 +58,23 @@ void bind_tree(py::module_& m) {
              return unwrap(t.insert(ns, token_span(token_array(tokens)), pages));
            })
       .def(
-          "lock", [](RadixTree& t, std::int64_t node) { unwrap(t.lock(node)); }, py::arg("node"))
+          "lock", [](RadixTree& t, std::int64_t node) { unwrap(t.lock(node)); }, py::arg("node"),
+          doc("prefix.RadixTree.lock"))
       .def(
           "unlock", [](RadixTree& t, std::int64_t node) { unwrap(t.unlock(node)); },
-          py::arg("node"))
-      .def("evict", &RadixTree::evict, py::arg("num_pages"))
-      .def("freeable_bytes", &RadixTree::freeable_bytes)
-      .def("clear", &RadixTree::clear)
+          py::arg("node"), doc("prefix.RadixTree.unlock"))
+      .def("evict", &RadixTree::evict, py::arg("num_pages"), doc("prefix.RadixTree.evict"))
+      .def("freeable_bytes", &RadixTree::freeable_bytes, doc("prefix.RadixTree.freeable_bytes"))
+      .def("clear", &RadixTree::clear, doc("prefix.RadixTree.clear"))
       .def("_stats", &stats_tuple)
       .def("_drain_events",
            [](RadixTree& t) {
              const prefix::PrefixEvents e = t.drain_events();
              return py::make_tuple(key_list(e.stored), key_list(e.removed), e.lost);
            })
-      .def("keys", [](const RadixTree& t) { return key_list(t.keys()); });
+      .def(
+          "keys", [](const RadixTree& t) { return key_list(t.keys()); },
+          doc("prefix.RadixTree.keys"));
 }
 
 const char* name_of(Applied applied) {
@@ -86,7 +90,7 @@ const char* name_of(Applied applied) {
 }
 
 void bind_cluster(py::module_& m) {
-  py::class_<ClusterIndex>(m, "ClusterIndex")
+  py::class_<ClusterIndex>(m, "ClusterIndex", doc("prefix.ClusterIndex"))
       .def(py::init<>())
       .def(
           "apply",
@@ -97,17 +101,18 @@ void bind_cluster(py::module_& m) {
             return name_of(c.apply(worker, incarnation, seq, in, out));
           },
           py::arg("worker_id"), py::arg("incarnation"), py::arg("seq"), py::arg("stored"),
-          py::arg("removed"))
+          py::arg("removed"), doc("prefix.ClusterIndex.apply"))
       .def(
           "apply_snapshot",
           [](ClusterIndex& c, const std::string& worker, std::uint64_t incarnation,
              std::uint64_t seq, const py::iterable& keys) {
             return name_of(c.apply_snapshot(worker, incarnation, seq, keys_of("keys", keys)));
           },
-          py::arg("worker_id"), py::arg("incarnation"), py::arg("seq"), py::arg("keys"))
+          py::arg("worker_id"), py::arg("incarnation"), py::arg("seq"), py::arg("keys"),
+          doc("prefix.ClusterIndex.apply_snapshot"))
       .def(
           "drop", [](ClusterIndex& c, const std::string& worker) { return c.drop(worker); },
-          py::arg("worker_id"))
+          py::arg("worker_id"), doc("prefix.ClusterIndex.drop"))
       .def(
           "query",
           [](const ClusterIndex& c, const py::iterable& keys) {
@@ -116,9 +121,11 @@ void bind_cluster(py::module_& m) {
               out[py::bytes(worker)] = units;
             return out;
           },
-          py::arg("keys"))
-      .def_property_readonly("num_workers", &ClusterIndex::num_workers)
-      .def_property_readonly("num_keys", &ClusterIndex::num_keys);
+          py::arg("keys"), doc("prefix.ClusterIndex.query"))
+      .def_property_readonly("num_workers", &ClusterIndex::num_workers,
+                             doc("prefix.ClusterIndex.num_workers"))
+      .def_property_readonly("num_keys", &ClusterIndex::num_keys,
+                             doc("prefix.ClusterIndex.num_keys"));
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/text.h"
+#include "bindings/doc.h"
 #include "bindings/errors.h"
 #include "sched/load_book.h"
 #include "sched/placement.h"
@@ -68,20 +69,23 @@ void bind_sched(py::module_ m) {
   using sched::LoadBook;
   m.def("choose", &choose, py::arg("prompt_tokens"), py::arg("max_new_tokens"),
         py::arg("kv_bytes_per_token"), py::arg("workers"), py::arg("model"));
-  py::class_<LoadBook>(m, "LoadBook")
+  py::class_<LoadBook>(m, "LoadBook", doc("sched.LoadBook"))
       .def(py::init<>())
       .def("dispatch", &LoadBook::dispatch, py::arg("worker_id"), py::arg("request_id"),
-           py::arg("uncached_tokens"), py::arg("frames"))
-      .def("prefilled", &LoadBook::prefilled, py::arg("worker_id"), py::arg("request_id"))
-      .def("finished", &LoadBook::finished, py::arg("worker_id"), py::arg("request_id"))
-      .def("forget_worker", &LoadBook::forget_worker, py::arg("worker_id"))
+           py::arg("uncached_tokens"), py::arg("frames"), doc("sched.LoadBook.dispatch"))
+      .def("prefilled", &LoadBook::prefilled, py::arg("worker_id"), py::arg("request_id"),
+           doc("sched.LoadBook.prefilled"))
+      .def("finished", &LoadBook::finished, py::arg("worker_id"), py::arg("request_id"),
+           doc("sched.LoadBook.finished"))
+      .def("forget_worker", &LoadBook::forget_worker, py::arg("worker_id"),
+           doc("sched.LoadBook.forget_worker"))
       .def(
           "load",
           [](const LoadBook& b, const std::string& worker) {
             const sched::BookedLoad l = b.load(worker);
             return py::make_tuple(l.queued_tokens, l.running, l.frames);
           },
-          py::arg("worker_id"));
+          py::arg("worker_id"), doc("sched.LoadBook.load"));
 }
 
 }  // namespace kvcore::bindings

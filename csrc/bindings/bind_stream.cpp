@@ -14,6 +14,7 @@
 #include "base/fault.h"
 #include "base/text.h"
 #include "bindings/address.h"
+#include "bindings/doc.h"
 #include "bindings/errors.h"
 #include "stream/endpoint.h"
 #include "stream/layer_step.h"
@@ -231,9 +232,8 @@ py::dict endpoint_stats(Endpoint& ep) {
 }
 
 void bind_endpoint(py::module_& m) {
-  py::class_<LoopbackHub, std::shared_ptr<LoopbackHub>>(m, "LoopbackHub").def(py::init([] {
-    return transport::make_loopback_hub();
-  }));
+  py::class_<LoopbackHub, std::shared_ptr<LoopbackHub>>(m, "LoopbackHub", doc("stream.LoopbackHub"))
+      .def(py::init([] { return transport::make_loopback_hub(); }));
   py::class_<Endpoint>(m, "Endpoint")
       .def(py::init(&make_endpoint), py::arg("pool"), py::arg("listen"), py::arg("key"),
            py::arg("identity"), py::arg("checksums"), py::arg("pacing_bytes_per_s"),
@@ -254,13 +254,15 @@ void bind_endpoint(py::module_& m) {
           py::arg("request_id"))
       .def("_poll", &poll)
       .def("_stats", &endpoint_stats)
-      .def("close",
-           [](Endpoint& ep) {
-             const py::gil_scoped_release release;
-             ep.close();
-           })
-      .def_property_readonly("event_fd", &Endpoint::event_fd)
-      .def_property_readonly("addresses", &Endpoint::addresses);
+      .def(
+          "close",
+          [](Endpoint& ep) {
+            const py::gil_scoped_release release;
+            ep.close();
+          },
+          doc("stream.Endpoint.close"))
+      .def_property_readonly("event_fd", &Endpoint::event_fd, doc("stream.Endpoint.event_fd"))
+      .def_property_readonly("addresses", &Endpoint::addresses, doc("stream.Endpoint.addresses"));
 }
 
 // ---- Sender
@@ -278,60 +280,77 @@ ErrorCode abort_code(const std::string& name) {
 }
 
 void bind_sender(py::module_& m) {
-  py::class_<SendPort, std::shared_ptr<SendPort>>(m, "Sender")
+  py::class_<SendPort, std::shared_ptr<SendPort>>(m, "Sender", doc("stream.Sender"))
       .def(
           "publish",
           [](SendPort& s, std::int32_t layer, std::int32_t first, std::int32_t count,
              std::int32_t valid) { unwrap(s.publish(layer, first, count, valid)); },
           py::arg("layer"), py::arg("first_page"), py::arg("num_pages"),
-          py::arg("valid_tokens_in_last"))
+          py::arg("valid_tokens_in_last"), doc("stream.Sender.publish"))
       .def(
           "publish_upto",
           [](SendPort& s, std::int32_t layer, std::int64_t end) {
             unwrap(s.publish_upto(layer, end));
           },
-          py::arg("layer"), py::arg("end_token"))
+          py::arg("layer"), py::arg("end_token"), doc("stream.Sender.publish_upto"))
       .def(
           "push_cached",
           [](SendPort& s, std::int32_t first, std::int32_t count) {
             unwrap(s.push_cached(first, count));
           },
-          py::arg("first_page"), py::arg("num_pages"))
+          py::arg("first_page"), py::arg("num_pages"), doc("stream.Sender.push_cached"))
       .def(
           "push_cached_upto",
           [](SendPort& s, std::int64_t end) { unwrap(s.push_cached_upto(end)); },
-          py::arg("end_token"))
-      .def("mark", [](SendPort& s) { s.mark(transport::now_ns()); })
+          py::arg("end_token"), doc("stream.Sender.push_cached_upto"))
+      .def(
+          "mark", [](SendPort& s) { s.mark(transport::now_ns()); }, doc("stream.Sender.mark"))
       .def(
           "commit",
           [](SendPort& s, const py::bytes& payload) {
             unwrap(s.commit(from_bytes(payload), transport::now_ns()));
           },
-          py::arg("payload") = py::bytes())
+          py::arg("payload") = py::bytes(), doc("stream.Sender.commit"))
       .def(
           "abort",
           [](SendPort& s, std::string reason, const std::string& code) {
             s.abort(abort_code(code), std::move(reason));
           },
-          py::arg("reason") = "cancelled", py::arg("code") = "Cancelled")
-      .def_property_readonly("request_id", [](const SendPort& s) { return to_bytes(s.id().bytes); })
-      .def_property_readonly("state",
-                             [](const SendPort& s) { return state_name(s.progress().state); })
+          py::arg("reason") = "cancelled", py::arg("code") = "Cancelled",
+          doc("stream.Sender.abort"))
+      .def_property_readonly(
+          "request_id", [](const SendPort& s) { return to_bytes(s.id().bytes); },
+          doc("stream.Sender.request_id"))
+      .def_property_readonly(
+          "state", [](const SendPort& s) { return state_name(s.progress().state); },
+          doc("stream.Sender.state"))
       .def_property_readonly(
           "error",
           [](const SendPort& s) -> std::optional<std::pair<std::string, std::string>> {
             const auto p = s.progress();
             if (p.status) return std::nullopt;
             return std::pair(name_of(p.status.error().code), p.status.error().message);
-          })
-      .def_property_readonly("bytes_sent",
-                             [](const SendPort& s) { return s.progress().acked_bytes; })
-      .def_property_readonly("transport", [](const SendPort& s) { return s.progress().transport; })
-      .def_property_readonly("all_published", &SendPort::all_published)
-      .def_property_readonly("first_token", &SendPort::first_token)
-      .def_property_readonly("num_tokens", [](const SendPort& s) { return s.shape().num_tokens; })
-      .def_property_readonly("num_pages", [](const SendPort& s) { return s.shape().num_slots; })
-      .def_property_readonly("kv_bytes", [](const SendPort& s) { return s.shape().kv_bytes(); });
+          },
+          doc("stream.Sender.error"))
+      .def_property_readonly(
+          "bytes_sent", [](const SendPort& s) { return s.progress().acked_bytes; },
+          doc("stream.Sender.bytes_sent"))
+      .def_property_readonly(
+          "transport", [](const SendPort& s) { return s.progress().transport; },
+          doc("stream.Sender.transport"))
+      .def_property_readonly("all_published", &SendPort::all_published,
+                             doc("stream.Sender.all_published"))
+      .def_property_readonly("first_token", &SendPort::first_token,
+                             doc("stream.Sender.first_token"))
+      .def_property_readonly(
+          "num_tokens", [](const SendPort& s) { return s.shape().num_tokens; },
+          doc("stream.Sender.num_tokens"))
+      .def_property_readonly(
+          "num_pages", [](const SendPort& s) { return s.shape().num_slots; },
+          doc("stream.Sender.num_pages"))
+      .def_property_readonly(
+          "kv_bytes", [](const SendPort& s) { return s.shape().kv_bytes(); },
+          doc("stream.Sender.kv_bytes"));
 }
 
 // ---- LayerStep
@@ -365,11 +384,17 @@ void bind_layer_step(py::module_& m) {
            py::arg("plan").none(false), py::arg("senders"))
       .def("run_ptr", &run, py::arg("layer"), py::arg("q_ptr"), py::arg("q_stride"),
            py::arg("k_ptr"), py::arg("k_stride"), py::arg("v_ptr"), py::arg("v_stride"),
-           py::arg("out_ptr"), py::arg("lse_ptr"), py::arg("dtype"))
-      .def_property_readonly("num_seqs", [](const LayerStep& s) { return s.plan().num_seqs(); })
-      .def_property_readonly("num_tokens", [](const LayerStep& s) { return s.plan().num_tokens(); })
-      .def_property_readonly("num_q_heads",
-                             [](const LayerStep& s) { return s.plan().num_q_heads(); });
+           py::arg("out_ptr"), py::arg("lse_ptr"), py::arg("dtype"),
+           doc("stream.LayerStep.run_ptr"))
+      .def_property_readonly(
+          "num_seqs", [](const LayerStep& s) { return s.plan().num_seqs(); },
+          doc("stream.LayerStep.num_seqs"))
+      .def_property_readonly(
+          "num_tokens", [](const LayerStep& s) { return s.plan().num_tokens(); },
+          doc("stream.LayerStep.num_tokens"))
+      .def_property_readonly(
+          "num_q_heads", [](const LayerStep& s) { return s.plan().num_q_heads(); },
+          doc("stream.LayerStep.num_q_heads"));
 }
 
 }  // namespace

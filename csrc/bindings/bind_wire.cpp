@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "base/text.h"
+#include "bindings/doc.h"
 #include "bindings/errors.h"
 #include "wire/session.h"
 
@@ -271,17 +272,23 @@ void bind_wire(py::module_ m) {
         return to_tuple(unwrap(wire::decode_body(BytesArg(body).bytes())));
       },
       py::arg("body"));
-  py::class_<PySession>(m, "Session")
+  py::class_<PySession>(m, "Session", doc("wire.Session"))
       .def(py::init<const std::string&, const py::bytes&, const std::string&, std::size_t>(),
            py::arg("side"), py::arg("key") = py::bytes(), py::arg("role") = "",
            py::arg("max_frame_bytes") = wire::kDefaultMaxFrameBytes)
-      .def("feed", &PySession::feed, py::arg("data"))
-      .def("take_output", &PySession::take_output)
-      .def("encode", &PySession::encode, py::arg("type"), py::arg("fields"))
-      .def_property_readonly("established",
-                             [](const PySession& s) { return s.get().established(); })
-      .def_property_readonly("peer_role", [](const PySession& s) { return s.get().peer_role(); })
-      .def_property_readonly("mid_frame", [](const PySession& s) { return s.get().mid_frame(); });
+      .def("feed", &PySession::feed, py::arg("data"), doc("wire.Session.feed"))
+      .def("take_output", &PySession::take_output, doc("wire.Session.take_output"))
+      .def("encode", &PySession::encode, py::arg("type"), py::arg("fields"),
+           doc("wire.Session.encode"))
+      .def_property_readonly(
+          "established", [](const PySession& s) { return s.get().established(); },
+          doc("wire.Session.established"))
+      .def_property_readonly(
+          "peer_role", [](const PySession& s) { return s.get().peer_role(); },
+          doc("wire.Session.peer_role"))
+      .def_property_readonly(
+          "mid_frame", [](const PySession& s) { return s.get().mid_frame(); },
+          doc("wire.Session.mid_frame"));
 }
 
 }  // namespace kvcore::bindings

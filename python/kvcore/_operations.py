@@ -97,7 +97,11 @@ class Borrowed:
 
 
 class Posted(Generic[T]):
-    """An operation on its way. ``wait()`` or ``await`` gives its result, or raises."""
+    """An operation on its way. ``wait()`` or ``await`` gives its result, or raises.
+
+    A wait that times out, or a task that is cancelled (``asyncio.wait_for``), does not end it:
+    its local memory stays the link's until it is ``done``. ``deadline_s`` and :meth:`cancel` do.
+    """
 
     def __init__(self, link: Link, op: int) -> None:
         self._link = link

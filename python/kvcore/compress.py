@@ -183,13 +183,17 @@ def read_calibration(text: str) -> tuple[str, Statistics]:
 class Calibrated(Protocol):
     """What has statistics: a loaded model (``kvcore.model.Model``)."""
 
-    def kv_statistics(self, page_size: int = 64) -> Statistics: ...
+    def kv_statistics(self, page_size: int = 64) -> Statistics:
+        """What a calibration measured of its KV, for pages of ``page_size`` tokens."""
+        ...
 
 
 class Profiled(Calibrated, Protocol):
     """What engines keep pages of: also says what an open one looks like."""
 
-    def page_spec(self, page_size: int = 64) -> PageSpec: ...
+    def page_spec(self, page_size: int = 64) -> PageSpec:
+        """The geometry of its pages."""
+        ...
 
 
 def profile_classes(

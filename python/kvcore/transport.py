@@ -1,8 +1,8 @@
 """Links that move registered bytes between processes: messages, one-sided writes and reads.
 
-Addresses are ``tcp:HOST:PORT`` (port 0 picks one) and ``shm:/path.sock`` (same host and user). The
-owner of memory grants ranges of a region; a peer that holds the grant's token writes into them or
-reads from them. Everything has a synchronous form and, with the suffix ``_async``, an asyncio form.
+Addresses are ``tcp:HOST:PORT`` (port 0 picks one, ``[::]`` is IPv6 alone) and ``shm:/path.sock``
+(same host and user). The owner of memory grants ranges of a region; a peer that holds the token
+writes into them or reads from them. All has a synchronous and, with ``_async``, an asyncio form.
 
     with Transport() as t:
         link = t.connect("tcp:127.0.0.1:7000")
@@ -222,8 +222,8 @@ class Link:
         """Write bytes of our region into the peer's granted ranges.
 
         Args: segments: (local offset, remote offset, bytes) each, or an int64 array [n, 3] of them.
-        grant: the token. tag: uint64 told to the peer on arrival. deadline_s: seconds from now,
-        then it ends with Timeout.
+        grant: the token. tag: uint64 told to the peer on arrival. deadline_s: then Timeout.
+        priority: lower classes wait for higher ones. checksum: tcp verifies each piece on arrival.
         Raises: InvalidArgument, PeerDead; what goes wrong later is raised by the operation.
         """
         if not (isinstance(tag, int) and 0 <= tag < 1 << 64):

@@ -61,7 +61,7 @@ def test_frame_types() -> None:
 
 
 def test_message_kinds() -> None:
-    listed = {row[1]: int(row[0]) for row in rows("kind", "message", "from", "says")}
+    listed = {row[1]: int(row[0]) for row in rows("kind", "message", "from", "body", "says")}
     assert listed == enumerators("csrc/stream/message.h", "MessageKind", 0)
 
 
@@ -99,6 +99,9 @@ def test_labels_and_magic() -> None:
     assert "kVersion = 1" in auth
     assert "kVersion = 2" in source("csrc/stream/message.cpp")
     assert '"KVSM" | version u8 = 2' in TEXT
+    assert "kVersion = 2" in source("csrc/stream/grant.cpp") and '`"KVGR"`, u16 = 2' in TEXT
+    roles = set(re.findall(r'"((?:proof|frames|tokens|session)\b[^"]*)"', auth))
+    assert roles == {row[0].strip("`") for row in rows("role name", "what it is")}
     assert "{'K', 'V', 'T', 'L'}" in source(FRAME) and '"KVTL" | type u8' in TEXT
 
 

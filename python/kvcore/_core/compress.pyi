@@ -76,7 +76,8 @@ class Sealer:
     def held(self) -> int:
         """Pages that :meth:`hold` keeps from being sealed, once for each time."""
     @property
-    def sealed(self) -> int: ...
+    def sealed(self) -> int:
+        """Pages sealed so far."""
     @property
     def refused(self) -> int:
         """Pages that hold a number which cannot be encoded."""
@@ -107,18 +108,23 @@ class HeadPages:
         """
     def release(self) -> None:
         """Gives all pages back; the second time it does nothing."""
-    def pages(self, layer: int, head: int) -> list[int]: ...
+    def pages(self, layer: int, head: int) -> list[int]:
+        """Page ids that hold one head's tokens, in order. Raises InvalidArgument."""
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """Layers of the sequence."""
     @property
-    def num_kv_heads(self) -> int: ...
+    def num_kv_heads(self) -> int:
+        """KV heads of a layer."""
     @property
     def num_tokens(self) -> npt.NDArray[np.int64]:
-        """[num_layers, num_kv_heads]"""
+        """Tokens that each head holds: int64 [num_layers, num_kv_heads]."""
     @property
-    def num_pages(self) -> int: ...
+    def num_pages(self) -> int:
+        """Pages held, of all heads."""
     @property
-    def released(self) -> bool: ...
+    def released(self) -> bool:
+        """Whether :meth:`release` has been called."""
 
 def compact(
     pool: Pool,
@@ -142,7 +148,8 @@ class HeadAttention:
     def prepare(self, sequences: Sequence[HeadPages], cu_seqlens_q: Sequence[int]) -> None: ...
     def append_ptr(
         self, layer: int, k_ptr: int, k_stride: int, v_ptr: int, v_stride: int, dtype: int
-    ) -> None: ...
+    ) -> None:
+        """:meth:`append` by address; arguments as ``AttentionPlan.append_ptr``."""
     def attend_ptr(
         self,
         layer: int,
@@ -152,14 +159,20 @@ class HeadAttention:
         out_stride: int,
         lse_ptr: int,
         dtype: int,
-    ) -> None: ...
+    ) -> None:
+        """:meth:`attend` by address; arguments as ``AttentionPlan.attend_ptr``."""
     @property
-    def num_seqs(self) -> int: ...
+    def num_seqs(self) -> int:
+        """Sequences of the prepared batch."""
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """New tokens of the prepared batch, over all sequences."""
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """Layers of the sequences."""
     @property
-    def num_kv_heads(self) -> int: ...
+    def num_kv_heads(self) -> int:
+        """KV heads of a layer."""
     @property
-    def num_q_heads(self) -> int: ...
+    def num_q_heads(self) -> int:
+        """Query heads."""

@@ -5,9 +5,11 @@ import numpy.typing as npt
 class ThreadPool:
     def __init__(self, num_threads: int, cpus: list[int] | None = None) -> None: ...
     @property
-    def num_threads(self) -> int: ...
+    def num_threads(self) -> int:
+        """Threads of the team, the caller included."""
     @property
-    def spins(self) -> bool: ...
+    def spins(self) -> bool:
+        """Whether idle workers spin before they sleep."""
 
 class TensorPages:
     def __init__(
@@ -41,7 +43,17 @@ class AttentionPlan:
     ) -> None: ...
     def append_ptr(
         self, layer: int, k_ptr: int, k_stride: int, v_ptr: int, v_stride: int, dtype: int
-    ) -> None: ...
+    ) -> None:
+        """:meth:`append` by address: k and v rows of the batch's tokens to their pages.
+
+        Args:
+            layer: 0 to num_layers - 1.
+            k_ptr, v_ptr: of the first token; each token's [num_kv_heads, head_dim] is contiguous.
+            k_stride, v_stride: elements from one token to the next.
+            dtype: of both, a value of ``DTYPE_CODES``.
+
+        Raises InvalidArgument. Addresses are not checked.
+        """
     def attend_ptr(
         self,
         layer: int,
@@ -52,7 +64,18 @@ class AttentionPlan:
         lse_ptr: int,
         dtype: int,
         page_scores_ptr: int = 0,
-    ) -> None: ...
+    ) -> None:
+        """:meth:`attend` by address; strides in elements from one token to the next.
+
+        Args:
+            layer: 0 to num_layers - 1.
+            q_ptr: [tokens, num_q_heads, head_dim_k]. out_ptr: [tokens, num_q_heads, head_dim_v],
+                written. lse_ptr: float32 [tokens, num_q_heads] contiguous, written; 0: not wanted.
+            dtype: of q and out, a value of ``DTYPE_CODES``.
+            page_scores_ptr: float32, as ``page_scores`` of :meth:`attend`; 0: not wanted.
+
+        Raises InvalidArgument. Addresses are not checked.
+        """
     def run_ptr(
         self,
         layer: int,
@@ -65,15 +88,20 @@ class AttentionPlan:
         out_ptr: int,
         lse_ptr: int,
         dtype: int,
-    ) -> None: ...
+    ) -> None:
+        """:meth:`append_ptr` followed by :meth:`attend_ptr`; out is contiguous."""
     @property
-    def num_seqs(self) -> int: ...
+    def num_seqs(self) -> int:
+        """Sequences of the prepared batch."""
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """New tokens of the prepared batch, over all sequences."""
     @property
-    def max_pages(self) -> int: ...
+    def max_pages(self) -> int:
+        """Columns of the prepared batch's block table."""
     @property
-    def num_q_heads(self) -> int: ...
+    def num_q_heads(self) -> int:
+        """Query heads."""
 
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...

@@ -18,8 +18,16 @@ class LoadBook:
     def __init__(self) -> None: ...
     def dispatch(
         self, worker_id: bytes, request_id: bytes, uncached_tokens: int, frames: int
-    ) -> bool: ...
-    def prefilled(self, worker_id: bytes, request_id: bytes) -> bool: ...
-    def finished(self, worker_id: bytes, request_id: bytes) -> bool: ...
-    def forget_worker(self, worker_id: bytes) -> None: ...
-    def load(self, worker_id: bytes) -> tuple[int, int, int]: ...
+    ) -> bool:
+        """Books a request: its tokens are queued, it runs, and it takes ``frames``.
+
+        False if it is booked at this worker already.
+        """
+    def prefilled(self, worker_id: bytes, request_id: bytes) -> bool:
+        """Its prompt is computed: no longer queued, still running."""
+    def finished(self, worker_id: bytes, request_id: bytes) -> bool:
+        """Ends a booking; its frames are free."""
+    def forget_worker(self, worker_id: bytes) -> None:
+        """Drops all that is booked at a worker."""
+    def load(self, worker_id: bytes) -> tuple[int, int, int]:
+        """(queued tokens, running requests, frames) booked at a worker; 0 for an unknown one."""
