@@ -187,10 +187,11 @@ void bind_link(py::module_& m) {
            })
       .def("write",
            [](Link& l, std::uint32_t region, const py::object& segments, const std::string& grant,
-              std::uint64_t tag, std::int64_t deadline_ns, int priority, bool checksum) {
+              std::uint64_t tag, std::int64_t deadline_ns, int priority, bool checksum,
+              bool notify) {
              return static_cast<std::uint64_t>(
                  unwrap(l.write(RegionId{region}, segments_of(segments), to_grant(grant), tag,
-                                {deadline_ns, to_priority(priority), checksum})));
+                                {deadline_ns, to_priority(priority), checksum, notify})));
            })
       .def("read",
            [](Link& l, std::uint32_t region, const py::object& segments, const std::string& grant,

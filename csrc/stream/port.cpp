@@ -26,7 +26,7 @@ void SendPort::send_run(const SliceRun& run) {
   inbox_->push([sender = sender_, run](Core& core) { core.publish(sender, run); });
 }
 
-Status SendPort::publish_locked(const SliceRun& run) {
+Status SendPort::may_publish(const SliceRun& run) const {
   if (!shape_.contains(run)) {
     return invalid_argument(text("layer=", layer_begin_ + run.layer, ", pages ", run.first, " + ",
                                  run.count, " must lie inside [", layer_begin_, ", ",
@@ -41,9 +41,14 @@ Status SendPort::publish_locked(const SliceRun& run) {
     return invalid_argument(text("layer=", layer_begin_ + run.layer, ": some of pages ", run.first,
                                  " + ", run.count, " were published before"));
   }
-  std::fill(begin, end, true);
-  num_published_ += run.count;
   return {};
+}
+
+void SendPort::note_published(const SliceRun& run) {
+  const auto base =
+      static_cast<std::size_t>(run.layer) * static_cast<std::size_t>(shape_.num_slots);
+  std::fill_n(published_.begin() + static_cast<std::ptrdiff_t>(base) + run.first, run.count, true);
+  num_published_ += run.count;
 }
 
 Status SendPort::publish(std::int32_t layer, std::int32_t first, std::int32_t count,
@@ -58,16 +63,18 @@ Status SendPort::publish(std::int32_t layer, std::int32_t first, std::int32_t co
                                    ": a page is published once, when it is complete"));
     }
   }
-  KVCORE_RETURN_IF_ERROR(publish_locked(run));
+  KVCORE_RETURN_IF_ERROR(may_publish(run));
+  note_published(run);
   send_run(run);
   return {};
 }
 
 Status SendPort::push_cached(std::int32_t first, std::int32_t count) {
   const std::lock_guard lock(mu_);
-  for (std::int32_t layer = 0; layer < shape_.num_layers; ++layer) {
-    KVCORE_RETURN_IF_ERROR(publish_locked({layer, first, count}));
-  }
+  for (std::int32_t layer = 0; layer < shape_.num_layers; ++layer)  // all of them or none
+    KVCORE_RETURN_IF_ERROR(may_publish({layer, first, count}));
+  for (std::int32_t layer = 0; layer < shape_.num_layers; ++layer)
+    note_published({layer, first, count});
   inbox_->push([sender = sender_, layers = shape_.num_layers, first, count](Core& core) {
     for (std::int32_t layer = 0; layer < layers; ++layer)
       core.publish(sender, {layer, first, count});
@@ -78,7 +85,7 @@ Status SendPort::push_cached(std::int32_t first, std::int32_t count) {
 Status SendPort::push_cached_upto(std::int64_t end_token) {
   const std::lock_guard lock(mu_);
   for (std::int32_t layer = 0; layer < shape_.num_layers; ++layer)
-    KVCORE_RETURN_IF_ERROR(publish_upto_locked(layer, end_token));
+    publish_upto_locked(layer, end_token);
   return {};
 }
 
@@ -89,10 +96,11 @@ Status SendPort::publish_upto(std::int32_t layer, std::int64_t end_token) {
   const std::int32_t own = layer - layer_begin_;
   if (own < 0 || own >= shape_.num_layers) return {};
   const std::lock_guard lock(mu_);
-  return publish_upto_locked(own, end_token);
+  publish_upto_locked(own, end_token);
+  return {};
 }
 
-Status SendPort::publish_upto_locked(std::int32_t layer, std::int64_t end_token) {
+void SendPort::publish_upto_locked(std::int32_t layer, std::int64_t end_token) {
   const std::int32_t ready = shape_.ready_slots(end_token - first_token_);
   auto& cursor = cursor_[static_cast<std::size_t>(layer)];
   const auto base = static_cast<std::size_t>(layer) * static_cast<std::size_t>(shape_.num_slots);
@@ -101,10 +109,9 @@ Status SendPort::publish_upto_locked(std::int32_t layer, std::int64_t end_token)
     if (published_[base + static_cast<std::size_t>(first)]) continue;
     while (cursor < ready && !published_[base + static_cast<std::size_t>(cursor)]) ++cursor;
     const SliceRun run{layer, first, cursor - first};
-    KVCORE_RETURN_IF_ERROR(publish_locked(run));
+    note_published(run);
     send_run(run);
   }
-  return {};
 }
 
 void SendPort::mark(std::int64_t at_ns) {

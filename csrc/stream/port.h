@@ -59,8 +59,9 @@ class SendPort {
   const PagesView* pages() const noexcept { return pages_; }  // of the pool it sends from
 
  private:
-  Status publish_locked(const SliceRun& run);
-  Status publish_upto_locked(std::int32_t layer, std::int64_t end_token);
+  Status may_publish(const SliceRun& run) const;
+  void note_published(const SliceRun& run);
+  void publish_upto_locked(std::int32_t layer, std::int64_t end_token);
   void send_run(const SliceRun& run);
 
   const std::uint64_t sender_;

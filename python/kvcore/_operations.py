@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -15,25 +14,6 @@ if TYPE_CHECKING:
     from kvcore.transport import Link
 
 T = TypeVar("T")
-
-
-@contextlib.contextmanager
-def numbers_in(field: str, shape: str, rows: Any) -> Iterator[None]:
-    """What the core cannot read as rows of numbers is InvalidArgument, naming the row."""
-    try:
-        yield
-    except errors.KvcoreError:
-        raise
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        columns = shape.count(",") + 1
-        for i, row in enumerate(rows):
-            numbers = isinstance(row, tuple | list) and all(
-                isinstance(value, int) and 0 <= value < 1 << 63 for value in row
-            )
-            if not numbers or len(row) != columns:
-                text = f"{field}[{i}]={row!r} must be {shape}, integers in 0 to 2**63 - 1"
-                raise errors.InvalidArgument(text) from error
-        raise errors.InvalidArgument(f"{field}: {error}") from error
 
 
 @dataclass(frozen=True)

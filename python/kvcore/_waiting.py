@@ -15,17 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvcore.errors import InvalidArgument, Timeout
+from kvcore._arguments import seconds
+from kvcore.errors import Timeout
 
 T = TypeVar("T")
 _MOST_MS = 200  # of one poll: close() makes no event when there is no link
-
-
-def seconds(field: str, value: float | None) -> float | None:
-    """A time span as given, None = without end. Raises InvalidArgument unless finite."""
-    if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-        raise InvalidArgument(f"{field}={value!r} must be a finite number of seconds, or None")
-    return value
 
 
 class Waiters:

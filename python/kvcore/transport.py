@@ -27,8 +27,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvcore import _core, errors
-from kvcore._operations import Arrival, Borrow, Borrowed, Op, Posted, Returned, numbers_in
-from kvcore._waiting import Waiters, seconds
+from kvcore._arguments import address_of, check_bytes, deadline_of, numbers_in, rows_of, seconds
+from kvcore._operations import Arrival, Borrow, Borrowed, Op, Posted, Returned
+from kvcore._waiting import Waiters
 from kvcore.errors import InvalidArgument
 
 __all__ = [
@@ -147,7 +148,7 @@ class Region:
         if rights not in _RIGHTS:
             raise InvalidArgument(f"rights={rights!r} must be one of 'r', 'w', 'rw'")
         whole = [(0, self.nbytes)] if ranges is None else list(ranges)
-        args = (_RIGHTS[rights], _deadline("expires_s", expires_s), peer)
+        args = (_RIGHTS[rights], deadline_of("expires_s", expires_s), peer)
         with numbers_in("ranges", "(offset, bytes)", whole):
             token = self._transport._live().create_grant(self.id, whole, *args)
         return Grant(self._transport, token)
@@ -203,7 +204,7 @@ class Link:
         Raises: InvalidArgument, PeerDead; TransportError when the peer does not keep up.
         """
         completion = completion or deadline_s is not None
-        deadline = _deadline("deadline_s", deadline_s)
+        deadline = deadline_of("deadline_s", deadline_s)
         with self._transport._usable():
             number = self._core.send(message, priority, deadline, completion)
             return self._track(Op(self, number)) if completion else None
@@ -218,18 +219,21 @@ class Link:
         deadline_s: float | None = None,
         priority: int = STREAM,
         checksum: bool = True,
+        notify: bool = True,
     ) -> Op:
         """Write bytes of our region into the peer's granted ranges.
 
         Args: segments: (local offset, remote offset, bytes) each, or an int64 array [n, 3] of them.
         grant: the token. tag: uint64 told to the peer on arrival. deadline_s: then Timeout.
         priority: lower classes wait for higher ones. checksum: tcp verifies each piece on arrival.
+        notify: False = the owner gets no arrival, and need not take it: arrivals that nobody takes
+        hold the link's credits, and stall it in the end.
         Raises: InvalidArgument, PeerDead; what goes wrong later is raised by the operation.
         """
         if not (isinstance(tag, int) and 0 <= tag < 1 << 64):
             raise InvalidArgument(f"tag={tag!r} must be an integer in 0 to 2**64 - 1")
-        args = (grant, tag, _deadline("deadline_s", deadline_s), priority, checksum)
-        table = _table(segments)
+        args = (grant, tag, deadline_of("deadline_s", deadline_s), priority, checksum, notify)
+        table = rows_of(segments)
         with self._transport._usable(region), numbers_in("segments", _SEGMENT, table):
             return self._track(Op(self, self._core.write(region.id, table, *args)))
 
@@ -243,8 +247,8 @@ class Link:
         priority: int = STREAM,
     ) -> Op:
         """Read the peer's granted bytes into our region; arguments as :meth:`write`."""
-        args = (grant, _deadline("deadline_s", deadline_s), priority)
-        table = _table(segments)
+        args = (grant, deadline_of("deadline_s", deadline_s), priority)
+        table = rows_of(segments)
         with self._transport._usable(region), numbers_in("segments", _SEGMENT, table):
             return self._track(Op(self, self._core.read(region.id, table, *args)))
 
@@ -261,7 +265,7 @@ class Link:
         have answered. Raises: InvalidArgument, PeerDead, Unsupported (tcp, rdma); what goes wrong
         later is raised by the operation.
         """
-        wanted, deadline = list(ranges), _deadline("deadline_s", deadline_s)
+        wanted, deadline = list(ranges), deadline_of("deadline_s", deadline_s)
         with self._transport._usable(), numbers_in("ranges", "(offset, bytes)", wanted):
             return self._track(Borrow(self, self._core.borrow(grant, wanted, deadline)))
 
@@ -326,22 +330,6 @@ class Link:
         self._core.close()
 
 
-def _table(segments: Segments) -> Any:
-    """An array as it is, everything else as a list."""
-    return segments if hasattr(segments, "__array_interface__") else list(segments)
-
-
-def _deadline(field: str, span: float | None) -> int:
-    span = seconds(field, span)
-    return 0 if span is None else _core.transport.now_ns() + int(span * 1e9)
-
-
-def _check_bytes(**fields: Any) -> None:
-    for name, value in fields.items():
-        if not isinstance(value, bytes):
-            raise InvalidArgument(f"{name} is a {type(value).__name__}: bytes are needed")
-
-
 class Transport:
     """Regions, grants, listeners and links of this process, with one background thread.
 
@@ -367,7 +355,7 @@ class Transport:
         credit_bytes_per_link: int = 8 << 20,
         credit_bytes: int = 64 << 20,
     ) -> None:
-        _check_bytes(
+        check_bytes(
             key=key, identity=identity, model_digest=model_digest, layout_digest=layout_digest
         )
         if not (seconds("handshake_s", handshake_s) or 0) > 0:
@@ -479,7 +467,7 @@ class Transport:
         try:
             data = memoryview(tensor)
         except TypeError:
-            capsule, address, nbytes = _describe(tensor)
+            capsule, address, nbytes = address_of(tensor)
             return Region(self, address, nbytes, -1, None, tensor, capsule)
         if data.readonly or not data.c_contiguous:
             raise InvalidArgument("tensor is read-only or strided: a writable C order is needed")
@@ -582,19 +570,3 @@ class Transport:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _describe(tensor: Any) -> tuple[Any, int, int]:
-    """(capsule, address, bytes) of a contiguous DLPack tensor in CPU memory."""
-    if not hasattr(tensor, "__dlpack__"):
-        raise InvalidArgument(
-            f"tensor is a {type(tensor).__name__}: a buffer or a DLPack object is needed"
-        )
-    try:
-        capsule = tensor.__dlpack__()
-        if hasattr(tensor, "detach"):  # a tensor of its own: torch's capsule follows `x.data = y`
-            capsule = tensor.detach().__dlpack__()
-    except (BufferError, RuntimeError) as error:  # a tensor that needs gradients, for one
-        raise InvalidArgument(f"tensor cannot be exported: {error}") from error
-    address, nbytes = _core.transport.address_of_dlpack(capsule)
-    return capsule, address, nbytes

@@ -38,6 +38,7 @@ THIN = {
     "transport",
     "_operations",  # a part of transport
     "_waiting",  # another
+    "_arguments",  # another
     "stream",
     "sched",
 }

@@ -104,8 +104,8 @@ class Sender:
     def push_cached(self, first_page: int, num_pages: int) -> None:
         """:meth:`publish` of all layers at once, for pages found in a prefix cache.
 
-        Raises InvalidArgument: outside the hand-over, or some of it was published before; the
-        hand-over is then of no further use: abort it.
+        Raises InvalidArgument: outside the hand-over, or some of it was published before; nothing
+        is sent then.
         """
     def push_cached_upto(self, end_token: int) -> None:
         """:meth:`publish_upto` of all layers at once, for a prefix found in a cache."""

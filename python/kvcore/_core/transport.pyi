@@ -25,6 +25,7 @@ class Link:
         deadline_ns: int,
         priority: int,
         checksum: bool,
+        notify: bool,
     ) -> int: ...
     def read(
         self,

@@ -334,6 +334,17 @@ def test_layers_are_not_told_unasked(pair: Pair) -> None:
     assert [e[0] for e in wait(pair.decode)] == ["complete"]
 
 
+def test_push_cached_is_all_or_nothing(pair: Pair) -> None:
+    sender, _ = pair.start(48)
+    sender.publish(3, 0, 1, 16)
+    with pytest.raises(InvalidArgument, match=r"layer=3.*published before"):
+        sender.push_cached(0, 3)
+    assert not sender.all_published
+    publish_all(sender)
+    sender.commit()
+    assert [e[0] for e in wait(pair.decode)] == ["complete"]
+
+
 def test_pages_belong_to_one_hand_over(pair: Pair) -> None:
     """Two that fill the same pages would both be told that these are theirs."""
     to, _ = alloc(pair.b, 48)

@@ -110,6 +110,20 @@ def test_arguments(pair: Pair, call: Callable[[Pair, Region], Any], says: str) -
         call(pair, pair.ours.allocate(NBYTES))
 
 
+def test_an_owner_that_is_not_told_need_not_look(pair: Pair) -> None:
+    """More writes than its credits could hold arrivals of; then one that is told, alone."""
+    token = pair.theirs.allocate(NBYTES).grant().token
+    ours = pair.ours.allocate(NBYTES)
+    for _ in range(150):
+        ops = [pair.link.write(ours, [(0, 0, 8)], token, notify=False) for _ in range(1000)]
+        for op in ops:
+            op.wait(20)
+    pair.link.write(ours, [(0, 0, 8)], token, tag=7).wait(20)
+    assert pair.peer.arrival(10).tag == 7
+    with pytest.raises(Timeout):
+        pair.peer.arrival(0.05)
+
+
 def test_more_memory_than_there_is(pair: Pair) -> None:
     with pytest.raises(IoError, match=f"nbytes={1 << 50}"):
         pair.ours.allocate(1 << 50)
