@@ -70,7 +70,7 @@ def _download(root: Path) -> None:
         unpacked = Path(folder) / "kernel"
         subprocess.run(["dpkg", "-x", str(package), str(unpacked)], check=True)
         release = next((unpacked / "lib/modules").iterdir()).name
-        subprocess.run(["depmod", "-b", str(unpacked), release], check=True)
+        subprocess.run([_depmod(), "-b", str(unpacked), release], check=True)
         unpacked.rename(root)
 
 
@@ -119,7 +119,7 @@ def _pack(modules: Path, release: str, target: Path) -> None:
             shutil.copy(modules / name, copy)
         for name in ("modules.builtin", "modules.order", "modules.builtin.modinfo"):
             shutil.copy(modules / name, tree / "lib/modules" / release / name)
-        subprocess.run(["depmod", "-b", str(tree), release], check=True)
+        subprocess.run([_depmod(), "-b", str(tree), release], check=True)
         for script in ("init.sh", "guest.sh", "net.sh"):
             text = (HERE / script).read_text()
             text = text.replace("@EARLY@", " ".join(EARLY_MODULES))
@@ -137,6 +137,14 @@ def _pack(modules: Path, release: str, target: Path) -> None:
         whole = target.with_suffix(".new")
         whole.write_bytes(gzip.compress(archive.stdout, 1))
         whole.rename(target)
+
+
+def _depmod() -> str:
+    """It lies where the search path of a user often does not lead."""
+    found = shutil.which("depmod", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    if found is None:
+        raise RuntimeError("depmod is missing: apt-get install kmod")
+    return found
 
 
 def _busybox() -> str:
