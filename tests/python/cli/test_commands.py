@@ -255,7 +255,8 @@ def test_a_readable_key_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_
 @pytest.mark.parametrize(
     ("command", "texts"),
     [
-        ("worker", ["--dtype {bfloat16,float32}", "--transport {shm,tcp}", "--kv-bytes SIZE"]),
+        ("worker", ["--transport {shm,tcp,rdma,rdma-or-tcp}"]),
+        ("worker", ["--dtype {bfloat16,float32}", "--kv-bytes SIZE"]),
         ("worker", ["--checksums {sampled,all,off}", "--page-size {16,32,64,128}"]),
         ("run", ["answer at most (default: 128)", "likeliest token (default: 0.0)"]),
         ("run", ["have this share (default: 1.0)", "says the same (default: 0)"]),
